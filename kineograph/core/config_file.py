@@ -130,7 +130,11 @@ def load_file(path: Path) -> Tree:
     """One YAML or JSON file as a tree."""
     is_json = path.suffix.lower() == ".json"  # JSON with tabs or escaped surrogates is not YAML
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with open(path, "rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise _Refused(f"more than {_MAX_BYTES:,} bytes are no config")
+        text = data.decode("utf-8-sig")
         tree = parse_json_tree(text) if is_json else read_yaml(text, str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None

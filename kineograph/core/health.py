@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
+
+from kineograph.core.text_file import parse_json
 
 Severity = Literal["warning", "fatal"]
 
@@ -118,7 +119,7 @@ def read_findings(metrics: Path) -> Iterator[tuple[str, int, Finding]]:
             if b'"finding"' not in line:  # most lines: not worth parsing
                 continue
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 yield str(record["stage"]), int(record["step"]), Finding.from_json(record["finding"])
             except (ValueError, KeyError, TypeError):  # cut off by a kill
                 continue

@@ -118,8 +118,7 @@ class RunFolder:
                 _locked.discard(path)
 
     def _open_lock(self, create: int = os.O_CREAT) -> int:
-        """Refuses a link or a pipe, which a run from elsewhere may hold: it would lead to another file, or block."""
-        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | create, 0o666)
+        descriptor = open_unlinked(str(self.path / ".lock"), os.O_RDWR | create)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError(errno.EINVAL, ".lock is not a regular file")
@@ -171,6 +170,11 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def open_unlinked(path: str, flags: int) -> int:
+    """An `opener` of `open` that refuses a link or a pipe, which a run from elsewhere may hold: it leads to another file, or blocks."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ A row of metadata may caption a span of a clip (`start` and `end`, in seconds), 
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import math
 import re
@@ -22,6 +23,7 @@ from kineograph.data.parquet import read_rows
 if TYPE_CHECKING:  # imports torch
     from kineograph.core.protocols import Source
 
+_MAX_SIDECAR = 2**20  # bytes
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 TEXT_KEYS = ("text", "caption", "prompt", "texts", "captions", "prompts")
 FILE_KEYS = ("file_name", "video", "media_path", "path")
@@ -105,7 +107,11 @@ def find_captions(root: Path, media: Sequence[str], others: Sequence[str]) -> Ca
 
 def read_captions(path: Path, lines: Lines = "one") -> tuple[str, ...]:
     """The captions in a text file. Raises OSError or UnicodeDecodeError."""
-    return split_captions(path.read_text(encoding="utf-8-sig"), lines)
+    with open(path, "rb") as file:
+        data = file.read(_MAX_SIDECAR + 1)
+    if len(data) > _MAX_SIDECAR:
+        raise OSError(errno.EFBIG, f"more than {_MAX_SIDECAR:,} bytes are no caption")
+    return split_captions(data.decode("utf-8-sig"), lines)
 
 
 def split_captions(text: str, lines: Lines) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from kineograph.core.batch import Sample
-from kineograph.core.config import LocalPath
+from kineograph.core.config import LocalPath, shorten
 from kineograph.core.errors import InputError, NoData, Unreadable
 from kineograph.data.buckets import Bucket, BucketedSource, Buckets, MediaInfo, assign_buckets
 from kineograph.data.captions import Captions, Problem, Span, find_captions, read_captions, several_texts
@@ -93,33 +93,37 @@ def list_folder(root: Path, key: str = "data.folder=") -> Listing:
     media: list[str] = []
     others: list[str] = []
     problems: list[Problem] = []
-    visited: set[str] = set()
+    visited: set[tuple[int, int]] = set()
 
-    def walk(folder: Path, prefix: str) -> None:
-        real = os.path.realpath(folder)
-        if real in visited:  # a link to a parent
-            return
-        visited.add(real)
+    waiting = [""]  # no recursion: folders may nest deeper than Python does
+    while waiting:
+        prefix = waiting.pop()
+        folder = os.path.join(root, prefix)
         try:
+            status = os.stat(folder)
+            if (status.st_dev, status.st_ino) in visited:  # a link to a parent
+                continue
+            visited.add((status.st_dev, status.st_ino))
             with os.scandir(folder) as entries:
                 ordered = sorted(entries, key=lambda entry: entry.name)
-        except PermissionError:
+        except OSError as error:
+            reason = "no permission" if isinstance(error, PermissionError) else str(error.strerror)
             if not prefix:
-                raise InputError(f"{key}{root} cannot be read: no permission") from None
-            problems.append(Problem(prefix.rstrip("/"), "no permission to read this folder"))
-            return
+                raise InputError(f"{key}{root} cannot be read: {reason}") from None
+            problems.append(Problem(shorten(prefix.rstrip("/"), 200), f"{reason} to read this folder"))
+            continue
+        inner = []
         for entry in ordered:
             name = prefix + entry.name
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                walk(Path(entry.path), name + "/")
+                inner.append(name + "/")
             elif media_kind(entry.name):
                 media.append(name)
             elif entry.is_file():  # not a pipe or device, which would block
                 others.append(name)
-
-    walk(root, "")
+        waiting += reversed(inner)
     masks = pair_masks(media)
     unmasked = set(media) - set(masks.values())
     return Listing(sorted(unmasked), sorted(others), problems, masks)

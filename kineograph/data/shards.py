@@ -9,7 +9,8 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -156,13 +157,7 @@ def _expand(url: str) -> list[str]:
 def _list_files(url: str) -> list[str]:
     path = Path(url).expanduser()
     if path.is_dir():
-        files = sorted(
-            os.path.join(folder, name)
-            for folder, _, names in os.walk(path, followlinks=True)
-            if not any(part.startswith(".") for part in Path(folder).relative_to(path).parts)
-            for name in names
-            if name.lower().endswith(SUFFIXES) and not name.startswith(".")
-        )
+        files = sorted(_find_tars(path))
         if not files:
             raise InputError(f"data.shards={url} holds no tar files: give the folder, file or range of your shards")
         return files
@@ -172,6 +167,26 @@ def _list_files(url: str) -> list[str]:
             raise NoData(f"data.shards={url} matches no file")
         return files
     return [str(path)]
+
+
+def _find_tars(root: Path) -> Iterator[str]:
+    """Tars in a folder and its subfolders, following links, each folder once: links may lead in circles."""
+    waiting, visited = [str(root)], set()
+    while waiting:
+        folder = waiting.pop()
+        with suppress(OSError):  # no permission, or a path that is too long
+            status = os.stat(folder)
+            if (status.st_dev, status.st_ino) in visited:
+                continue
+            visited.add((status.st_dev, status.st_ino))
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name.startswith("."):
+                        continue
+                    if entry.is_dir():
+                        waiting.append(entry.path)
+                    elif entry.name.lower().endswith(SUFFIXES):
+                        yield entry.path
 
 
 def _short_names(urls: list[str]) -> list[str]:

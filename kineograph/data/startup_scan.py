@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,10 +125,11 @@ def check_unreadable_share(skipped: Sequence[tuple[str, str]], count: int, max_u
 def write_skipped(path: Path, skipped: Mapping[str, str] | Iterable[tuple[str, str]]) -> int:
     """Add new items to skipped.jsonl, one {path, reason} per line. Returns its number of lines."""
     rows: dict[str, str] = {}
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = parse_json(line)
-            rows[row["path"]] = row["reason"]
+    if path.is_file():  # a pipe would block
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # damaged
+                row = parse_json(line)
+                rows[str(row["path"])] = str(row["reason"])
     rows |= dict(skipped)
     if rows:
         lines = (json.dumps({"path": name, "reason": reason}) + "\n" for name, reason in rows.items())

@@ -31,6 +31,7 @@ from kineograph.data.transforms import ResizeCrop
 from kineograph.media.grids import select_evenly
 
 MAX_FRAMES = 512  # of a clip that is read whole
+MAX_VALUES = 2**28  # of an item: 1 GiB as floats
 MAX_UNREADABLE = 0.2  # share of the files
 MAX_ITEMS = 50_000  # of a split, unless the user says how many: moving digits have no end
 
@@ -116,9 +117,15 @@ class MediaFolder:
             raise InputError(
                 f"{path} has {frames:,} frames: give --frames N to compare the first N of each clip, up to {MAX_FRAMES}"
             )
-        options = DecodeOptions(ResizeCrop(self.size or (info.height, info.width)), frames, self.fps)
+        height, width = self.size or (info.height, info.width)
+        if 3 * frames * height * width > MAX_VALUES:
+            raise InputError(
+                f"{path} has {frames:,} frames of {height} × {width} pixels, and up to {MAX_VALUES // 3:,} pixels fit into one item: "
+                "give --size, or a smaller --frames"
+            )
+        options = DecodeOptions(ResizeCrop((height, width)), frames, self.fps)
         pixels = decode_media(path, path.suffix, name, options, FromStart()).pixels  # T H W C
-        return rearrange(torch.tensor(pixels), "t h w c -> t c h w").float() / 255
+        return rearrange(torch.tensor(pixels), "t h w c -> t c h w").float().div_(255)
 
     def count_size(self, clip: Tensor) -> None:
         self.sizes[clip.shape[2], clip.shape[3]] += 1

@@ -27,6 +27,7 @@ from kineograph.core.run_folder import read_json, write_atomic, write_json
 from kineograph.doctor.machine import list_gpus
 from kineograph.race.board import check_board, show_board, update_board
 from kineograph.race.plan import RacePlan, choose_families, choose_prompts, plan_race, read_data, write_plans
+from kineograph.race.recipe import list_families
 from kineograph.race.results import collect_figures
 from kineograph.race.runner import Entry, Judge, Runner
 from kineograph.race.sheet import write_sheet
@@ -104,13 +105,13 @@ def _open_record(
 ) -> dict[str, Any]:
     """The record of a new race, or of one that goes on."""
     request = {"data": planned.data, "minutes": minutes, "seeds": seeds, "judge": asdict(judge)}
-    saved = read_json(folder / "race.json")
+    saved = read_record(folder / "race.json")
     if folder.exists() and not saved and any(folder.iterdir()) and not (folder / "plans").is_dir():
         raise InputError(f"{folder} holds something else than a race: give --run another folder")
     for key in SETTLED if saved else ():
-        if saved.get("request", {}).get(key) != request[key]:
+        if saved["request"].get(key) != request[key]:
             raise InputError(
-                f"{folder} holds a race with {key} {saved.get('request', {}).get(key)}, and this one has {request[key]}: "
+                f"{folder} holds a race with {key} {saved['request'].get(key)}, and this one has {request[key]}: "
                 "give --run another folder"
             )
     gpus = [gpu.name for gpu in list_gpus()] if torch.cuda.is_available() else []
@@ -126,6 +127,33 @@ def _open_record(
         "unable": saved.get("unable", {}),
         "entries": saved.get("entries", {}),
     }
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What a race.json says that can be used; empty if it holds none. Odd entries are left out, so that they race again."""
+    saved = read_json(path)
+    if not isinstance(saved.get("request"), dict):
+        return {}
+    unable, entries = (part if isinstance(part, dict) else {} for part in (saved.get("unable"), saved.get("entries")))
+    return {
+        "request": saved["request"],
+        "unable": {family: reason for family, reason in unable.items() if isinstance(reason, str)},
+        "entries": {name: entry for name, entry in entries.items() if _is_entry(entry)},
+    }
+
+
+def _is_entry(entry: Any) -> bool:
+    def holds_numbers(key: str) -> bool:
+        values = entry.get(key, {})
+        return isinstance(values, dict) and all(isinstance(value, int | float) for value in values.values())
+
+    return (
+        isinstance(entry, dict)
+        and entry.get("family") in list_families()
+        and isinstance(entry.get("failure", ""), str)
+        and holds_numbers("figures")
+        and holds_numbers("bounds")
+    )
 
 
 def _run_entries(

@@ -18,6 +18,7 @@ from kineograph.core.config_file import dump_yaml, load_file
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import numpy_rng
 from kineograph.core.run_folder import write_atomic
+from kineograph.core.trust import require_trust
 from kineograph.data.decode import CLIPS
 from kineograph.data.folder import list_folder
 from kineograph.data.open_source import DataConfig, open_source, parse_data_config
@@ -101,7 +102,7 @@ def plan_race(race: RacePlan, families: Sequence[str], minutes: float, folder: P
     """Fill in a plan for each family, or why it cannot race. Writes nothing."""
     for family in families:
         file = plan_file(folder, family)
-        tree = load_file(file) if file.exists() else fit_recipe(family, race.data, race.shape, device, minutes)
+        tree = _read_plan(file) if file.exists() else fit_recipe(family, race.data, race.shape, device, minutes)
         try:
             plan, data = _check_plan(tree)
         except ConfigError as error:
@@ -114,6 +115,15 @@ def plan_race(race: RacePlan, families: Sequence[str], minutes: float, folder: P
         reasons = "\n".join(f"{family}: {reason}" for family, reason in race.unable.items())
         remedy = "; add --frames 1 to race on pictures" if race.shape.frames > 1 else ""
         raise InputError(f"no family can race on {race.shape}{remedy}:\n{reasons}")
+
+
+def _read_plan(file: Path) -> Tree:
+    """A plan of the race's folder, which may come from elsewhere: code that nobody typed here is refused."""
+    if not file.is_file():
+        raise InputError(f"{file} is not a regular file: remove it")
+    tree = load_file(file)
+    require_trust(tree, str(file))
+    return tree
 
 
 def plan_file(folder: Path, family: str) -> Path:

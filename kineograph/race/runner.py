@@ -19,7 +19,7 @@ from types import FrameType
 import torch
 
 from kineograph.core.errors import Stopped
-from kineograph.core.run_folder import RunFolder
+from kineograph.core.run_folder import RunFolder, open_unlinked
 from kineograph.run.listing import read_run
 
 MISSING = 4  # exit code of kineo evaluate: some metric could not be computed
@@ -138,7 +138,7 @@ class Runner:
         if self._stopped:
             raise CommandFailed("stopped")
         words = [*words, "--trust"] if self.trust else words
-        with open(entry.log, "ab") as log:
+        with open(entry.log, "ab", opener=open_unlinked) as log:
             start = log.tell()
             log.write(f"$ kineo {' '.join(words)}\n".encode())
             log.flush()

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from PIL import Image, ImageSequence
 from torch import Tensor
 
 from kineograph.core.run_folder import read_json
+from kineograph.media.clips import read_frames
 from kineograph.media.frames import to_pixels
 from kineograph.media.grids import make_comparison
 
@@ -41,5 +41,4 @@ def read_samples(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_frames(path: Path) -> torch.Tensor:
-    with Image.open(path) as file:
-        return to_pixels([frame.convert("RGB") for frame in ImageSequence.Iterator(file)])
+    return to_pixels([frame.image.convert("RGB") for frame in read_frames(path)])

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -87,6 +88,8 @@ class Checkpoint:
             from kineograph.train import distributed_checkpoint
 
             return distributed_checkpoint.read_shapes(self.path / kind)
+        if not self._file(kind).is_file():  # a pipe would block
+            raise FileNotFoundError(f"{self._file(kind)} is missing, or not a regular file")
         with safe_open(self._file(kind), framework="pt") as file:
             return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118  not a dict
 
@@ -237,7 +240,10 @@ def flush_and_hash(path: Path) -> dict[str, Any]:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    return parse_json((path / "manifest.json").read_text(encoding="utf-8"))
+    file = path / "manifest.json"
+    if not file.is_file():  # a pipe would block
+        raise OSError(f"{file} is not a regular file")
+    return parse_json(file.read_text(encoding="utf-8"))
 
 
 def find_damage(path: Path) -> str | None:
@@ -317,7 +323,10 @@ def _compare_steps(path: Path, manifest: Mapping[str, Any]) -> str | None:
 
 def _compare_file(path: Path, entry: Mapping[str, Any]) -> str | None:
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        size = status.st_size
+        if not S_ISREG(status.st_mode):
+            return "is not a regular file"
         if size != entry["bytes"]:
             return f"has {size} bytes instead of {entry['bytes']}"
         with open(path, "rb") as file:

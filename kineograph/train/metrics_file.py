@@ -11,7 +11,7 @@ from typing import Any
 
 from kineograph.core import distributed
 from kineograph.core.errors import RunFailed
-from kineograph.core.run_folder import sync_folder
+from kineograph.core.run_folder import open_unlinked, sync_folder
 from kineograph.core.text_file import parse_json
 from kineograph.train.checkpoint import DISK_REMEDY
 from kineograph.train.phases import Cursor, Phase
@@ -34,7 +34,9 @@ class MetricsFile:
         line = json.dumps(values, ensure_ascii=False, allow_nan=False)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab") as file:  # reopened each time: `truncate` replaces the file
+            with open(
+                self.path, "ab", opener=open_unlinked
+            ) as file:  # reopened each time: `truncate` replaces the file
                 file.write((b"" if self._ends_in_newline() else b"\n") + line.encode() + b"\n")
         except OSError as error:
             raise RunFailed(
@@ -73,7 +75,7 @@ class MetricsFile:
 
     def _lines(self) -> Iterator[tuple[bytes, Record]]:
         """Complete lines and their records."""
-        if not self.path.exists():
+        if not self.path.is_file():  # a pipe would block
             return
         with open(self.path, "rb") as file:
             for line in file:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kineograph.core import distributed, heartbeat
+from kineograph.core.run_folder import open_unlinked
 
 TIMINGS_EVERY = 30.0  # seconds
 Note = Callable[[str], None]
@@ -37,7 +38,9 @@ class RankLog:
         self._timings_written = -math.inf
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "a", encoding="utf-8", buffering=1, errors="replace")  # noqa: SIM115 (closed by close)
+            self.file = open(  # noqa: SIM115 (closed by close)
+                self.path, "a", encoding="utf-8", buffering=1, errors="replace", opener=open_unlinked
+            )
         self.write(
             f"rank {distributed.rank()} of {distributed.world()}: process {os.getpid()} on {socket.gethostname()}"
         )

@@ -95,6 +95,13 @@ def test_what_no_config_holds_is_refused_by_name(tmp_path, name, text, message):
     assert str(tmp_path / name) in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_an_endless_file_is_refused(tmp_path, name):
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="more than 67,108,864 bytes are no config"):
+        load_file(tmp_path / name)
+
+
 def test_merge_keys_and_aliases_still_work(tmp_path):
     (tmp_path / "a.yaml").write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: *a\n")
     assert load_file(tmp_path / "a.yaml") == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 1, "y": 2}}

@@ -2,6 +2,7 @@ import csv
 import json
 import os
 import shutil
+import subprocess
 import unicodedata
 
 import numpy as np
@@ -11,7 +12,8 @@ from PIL import Image
 
 from kineograph.core.errors import InputError
 from kineograph.data.captions import require_captions
-from kineograph.data.folder import Folder
+from kineograph.data.check import check_folder
+from kineograph.data.folder import Folder, list_folder
 
 
 def picture(path, gray=100, size=(8, 8)):
@@ -193,7 +195,7 @@ def test_missing_folder_file_and_permission(tmp_path, monkeypatch):
     scandir = os.scandir
 
     def refused(path):
-        if str(path).endswith(("locked", "sub")):
+        if str(path).rstrip("/").endswith(("locked", "sub")):
             raise PermissionError(13, "no")
         return scandir(path)
 
@@ -209,6 +211,31 @@ def test_links_that_lead_in_a_circle(tmp_path):
     picture(tmp_path / "sub/a.png")
     (tmp_path / "sub/up").symlink_to(tmp_path)
     assert len(opened(tmp_path)) == 1
+
+
+def test_folders_nested_deeper_than_a_path_is_long(tmp_path):
+    picture(tmp_path / "a.png")
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(2500):
+        os.mkdir("d", dir_fd=descriptor)
+        inner = os.open("d", os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = inner
+    os.close(descriptor)
+    try:
+        listing = list_folder(tmp_path)
+    finally:
+        subprocess.run(["rm", "-rf", str(tmp_path / "d")], check=True)  # too deep for shutil
+    assert listing.media == ["a.png"]
+    assert [problem.reason for problem in listing.problems] == ["File name too long to read this folder"]
+
+
+def test_a_caption_of_megabytes_is_none(tmp_path):
+    picture(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("a cat, " * 200_000)
+    assert opened(tmp_path).list_missing_captions() == ["a.png"]
+    problems = [problem for problem in check_folder(tmp_path).problems if problem.path == "a.txt"]
+    assert [problem.reason for problem in problems] == ["cannot be read: more than 1,048,576 bytes are no caption"]
 
 
 def test_split_does_not_depend_on_where_the_folder_lies(tmp_path, pictures):

@@ -181,6 +181,14 @@ def test_shards_at_urls_need_no_tool(monkeypatch: pytest.MonkeyPatch) -> None:
         assert command is not None and command[-2:] == ["kineograph.data.print_url", url]
 
 
+def test_links_that_lead_in_circles(tmp_path: Path) -> None:
+    """Two of them double the paths at every level."""
+    write(tmp_path / "a" / "b" / "0.tar", item(0))
+    for number in range(3):
+        (tmp_path / "a" / "b" / f"up{number}").symlink_to(tmp_path, target_is_directory=True)
+    assert [shard.name for shard in find_shards(str(tmp_path))] == ["0.tar"]
+
+
 def test_shards_of_one_name_in_several_folders(tmp_path: Path) -> None:
     for folder in "ab":
         write(tmp_path / folder / "0.tar", item(ord(folder)))

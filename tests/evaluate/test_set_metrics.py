@@ -336,8 +336,8 @@ def test_grids_and_film_strips_of_training_are_not_counted(tmp_path):
     """In RUN/STAGE/samples/step-N, prompts.json lists what was drawn."""
     step = tmp_path / "step-00000060"
     (step / "online").mkdir(parents=True)
-    files = ("a-0000.gif", "b-0001.gif", "a-0000.strip.png", "grid.png", "online-beside-ema.gif", "train-grid.png")
-    for name in (*files, "online/a-0000.gif"):
+    names = ("a-0000.gif", "b-0001.gif", "a-0000.strip.png", "grid.png", "online-beside-ema.gif", "train-grid.png")
+    for name in (*names, "online/a-0000.gif"):
         (step / name).write_bytes(b"")
     rows = [{"file": "a-0000.gif", "prompt": "a"}, {"file": "b-0001.gif", "prompt": "b"}]
     (step / "prompts.json").write_text(json.dumps(rows))
@@ -347,3 +347,12 @@ def test_grids_and_film_strips_of_training_are_not_counted(tmp_path):
     assert open_folder(tmp_path).files == ["step-00000060/a-0000.gif", "step-00000060/b-0001.gif"]
     (step / "prompts.json").write_text('["my own list"]')
     assert len(open_folder(step).files) == 7
+
+
+def test_an_item_that_fills_the_memory_is_refused(tmp_path):
+    frames = [Image.new("P", (2000, 2000), number) for number in range(40)]
+    for name in PAIR:
+        (tmp_path / name).mkdir()
+        frames[0].save(tmp_path / name / "a.gif", save_all=True, append_images=frames[1:])
+    with pytest.raises(InputError, match=r"40 frames of 2000 × 2000 pixels, .* give --size, or a smaller --frames"):
+        compare_sets(tmp_path / "drawn", tmp_path / "real", ["paired"])

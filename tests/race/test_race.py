@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from kineograph import cli
+from kineograph.core import trust
 from kineograph.core.config_file import dump_yaml, load_file
 from kineograph.core.errors import ConfigError, InputError, RunFailed
 from kineograph.doctor import speed
@@ -18,6 +19,7 @@ from kineograph.race import command, plan
 from kineograph.race.plan import choose_families, read_data
 from kineograph.race.recipe import KINDS, RaceShape, fit_recipe, list_families
 from kineograph.race.runner import CommandFailed, Entry, Runner
+from kineograph.race.sheet import read_samples
 from kineograph.run.layers import find_preset, read_file
 from kineograph.run.plan import make_plan
 
@@ -232,6 +234,51 @@ def test_an_edited_plan_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     file.write_text(file.read_text().replace("width: 128", "width: 64"))
     command.race("digits", run=tmp_path / "race", **asked, note=lambda line: None)
     assert load_file(file)["stages"]["generator"]["width"] == 64
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"source": "webdataset", "shards": "pipe:touch MARK"},
+        {"source": "subprocess.Popen", "arguments": {"args": ["touch", "MARK"]}},
+    ],
+)
+def test_a_plan_from_elsewhere_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(trust, "_all_trusted", False)
+    write_small_plan(tmp_path / "race")
+    file, mark = tmp_path / "race" / "plans" / "muse.yaml", tmp_path / "ran"
+    tree = load_file(file)
+    tree["stages"]["tokenizer"]["data"] = json.loads(json.dumps(data).replace("MARK", str(mark)))
+    file.write_text(dump_yaml(tree))
+    with pytest.raises(InputError, match=r"muse.yaml would run code that was never typed on this machine"):
+        command.race("digits", run=tmp_path / "race", **RACE, plan_only=True, note=lambda line: None)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"request": 3},
+        {"request": {}, "entries": [1], "unable": "x"},
+        {"request": {}, "entries": {"a": 1, "b": {"family": "../../x"}, "c": {"family": "muse", "figures": {"FID": "x"}}}, "unable": {"nuwa": 3}},
+        {"request": {}, "entries": {"d": {"family": "muse", "bounds": [3]}, "e": {"family": "muse", "failure": {}}}},
+    ],
+)  # fmt: skip
+def test_an_odd_record_is_left_out(tmp_path: Path, record: Any) -> None:
+    (tmp_path / "race.json").write_text(json.dumps(record))
+    read = command.read_record(tmp_path / "race.json")
+    assert not read.get("entries") and not read.get("unable")
+
+
+def test_samples_of_a_race_are_read_by_the_allow_list(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")
+    (tmp_path / "a.eps").rename(tmp_path / "a.png")  # Ghostscript would read it
+    (tmp_path / "a.json").write_text(json.dumps({"prompt": "x", "file": "a.png"}))
+    with pytest.raises(InputError, match=r"a.png cannot be read|not a video"):
+        read_samples(tmp_path)
 
 
 @pytest.mark.parametrize(

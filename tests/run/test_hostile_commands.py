@@ -11,14 +11,17 @@ import torch
 import yaml
 
 from kineograph.cli import main
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import ConfigError, InputError, RunFailed
 from kineograph.core.run_folder import RunFolder
+from kineograph.data.startup_scan import write_skipped
 from kineograph.evaluate.compare import compare
 from kineograph.media.grids import wrap_text
 from kineograph.run.listing import list_runs, print_runs
 from kineograph.run.plan import make_plan, resolve_run
 from kineograph.run.resume_from import fetch_checkpoints
 from kineograph.train import checkpoint
+from kineograph.train.metrics_file import MetricsFile
+from kineograph.train.rank_log import RankLog
 from tests.sample.tiny_task import make_run
 
 
@@ -137,3 +140,35 @@ def test_the_layout_of_a_caption_is_linear_in_its_length(text):
     began = time.monotonic()
     assert len(wrap_text(text, 200)) <= 8
     assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "endless"])
+def test_metrics_that_never_end_are_none(tmp_path, make):
+    run = make_run(tmp_path / "run")
+    run.metrics_file.unlink(missing_ok=True)
+    make(run.metrics_file)
+    assert MetricsFile(run.metrics_file).read() == []
+    assert [row.name for row in list_runs(tmp_path)] == ["run"]
+
+
+def test_links_in_a_run_lead_no_writer_elsewhere(tmp_path):
+    """Logs and metrics are appended to."""
+    target = tmp_path / "target"
+    target.write_text("mine")
+    run = RunFolder(tmp_path / "run")
+    (run.path / "logs").mkdir(parents=True)
+    (run.path / "logs" / "rank-0.log").symlink_to(target)
+    log = RankLog(run.path)
+    log.write("theirs")
+    log.close()
+    run.metrics_file.symlink_to(target)
+    with pytest.raises(RunFailed, match="cannot write"):
+        MetricsFile(run.metrics_file).write({"stage": "a", "split": "train", "step": 1})
+    assert target.read_text() == "mine"
+
+
+def test_odd_lines_of_skipped_items_are_left_out(tmp_path):
+    path = tmp_path / "skipped.jsonl"
+    path.write_bytes(b'{"path": "a", "reason": "b"}\n[1]\n{\n{"path": 1}\n\xff\n')
+    assert write_skipped(path, {"c": "d"}) == 2
+    assert [json.loads(line)["path"] for line in path.read_text().splitlines()] == ["a", "c"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -73,6 +74,18 @@ def test_an_odd_manifest_is_damage(folder, manifest):
     assert checkpoint.latest(folder).step == 1
     with pytest.raises(InputError, match="damaged"):
         checkpoint.select(folder, 2)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors"])
+def test_a_pipe_is_damage(folder, name):
+    path = folder / "step-00000002" / name
+    path.unlink()
+    os.mkfifo(path)
+    if name != "manifest.json":
+        manifest = json.loads((path.parent / "manifest.json").read_text())
+        manifest["files"][name]["bytes"] = 0
+        (path.parent / "manifest.json").write_text(json.dumps(manifest))
+    assert name in checkpoint.find_damage(path.parent)
 
 
 def test_a_safetensors_file_that_is_none_is_damage(folder):
