@@ -320,7 +320,7 @@ def _check_captions(
             "with data.caption_lines=several each line is a caption, and training draws one each time"
         )
     unread = find_unread(
-        report.path, [name for name in others if not name.lower().endswith((*SUFFIXES, ".npy", ".npz"))]
+        report.path, names, [name for name in others if not name.lower().endswith((*SUFFIXES, ".npy", ".npz"))]
     )
     report.notes += [unread.note] if unread.note else []
     report.problems += unread.problems

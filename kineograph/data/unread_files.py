@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from kineograph.core.text_file import parse_json
 from kineograph.data.captions import FILE_KEYS, METADATA, PROMPTS, SIDECARS, TEXT_KEYS, Problem, names_files
+from kineograph.data.decode import media_kind
 
+_KEY = re.compile(r'"([^"\\]{1,255})"\s*:')  # of an object
 _HEAD = 1 << 16  # bytes read of a list
 _REMEDY = "write metadata.jsonl instead, a line per file: " + '{"file_name": "a.jpg", "text": "a cat"}'
 _CONVERT = {
@@ -30,10 +33,13 @@ class Unread(NamedTuple):
     problems: list[Problem]
 
 
-def find_unread(root: Path, others: Sequence[str]) -> Unread:
-    """Describe files that are neither media nor captions."""
+def find_unread(root: Path, media: Sequence[str], others: Sequence[str]) -> Unread:
+    """Describe the files among `others` that are neither media nor captions."""
     rest = [name for name in others if not name.lower().endswith(SIDECARS) and not _is_list(root, name)]
-    problems = [problem for name in others for problem in _find_unknown_captions(root, name)]
+    uncaptioned = {str(PurePosixPath(name).with_suffix("")) for name in media} - {
+        str(PurePosixPath(name).with_suffix("")) for name in others if name.lower().endswith(SIDECARS)
+    }
+    problems = [problem for name in others for problem in _find_unknown_captions(root, name, uncaptioned)]
     named = {problem.path for problem in problems}
     endings = Counter(PurePosixPath(name).suffix.lower() for name in rest if name not in named)
     parts = [
@@ -52,7 +58,7 @@ def _is_list(root: Path, name: str) -> bool:
     return base in (*METADATA, *PROMPTS, "videos.txt") or (base.endswith(".jsonl") and names_files(root / name))
 
 
-def _find_unknown_captions(root: Path, name: str) -> Iterator[Problem]:
+def _find_unknown_captions(root: Path, name: str, uncaptioned: Set[str]) -> Iterator[Problem]:
     path = PurePosixPath(name)
     if path.suffix.lower() in (".csv", ".tsv"):
         columns = _read_columns(root / name, "\t" if path.suffix.lower() == ".tsv" else ",")
@@ -76,9 +82,21 @@ def _find_unknown_captions(root: Path, name: str) -> Iterator[Problem]:
                 f"no key {_list_words(TEXT_KEYS[:3])} in its first line, but {', '.join(sorted(keys))}: rename that of the captions",
             )
     elif path.suffix.lower() == ".json":
-        head = _read_head(root / name)
-        if '"images"' in head and '"file_name"' in head:
-            yield Problem(name, f"captions in COCO's form are not read: {_REMEDY}")
+        form = _find_json_form(_read_head(root / name))
+        if form == "item" and str(path.with_suffix("")) in uncaptioned:
+            yield Problem(name, "a caption in a .json is not read: write the text into a .txt of the same name")
+        elif form in ("COCO's form", "a .json"):
+            yield Problem(name, f"captions in {form} are not read: {_REMEDY}")
+
+
+def _find_json_form(head: str) -> str | None:
+    """How the beginning of a .json holds captions, if it does: in COCO's form, for many files, or for one item."""
+    if '"images"' in head and '"file_name"' in head:
+        return "COCO's form"
+    keys = set(_KEY.findall(head))
+    if any(media_kind(key) for key in keys) or (keys & set(FILE_KEYS) and keys & set(TEXT_KEYS)):
+        return "a .json"
+    return "item" if keys & set(TEXT_KEYS) else None
 
 
 def _list_words(words: Sequence[str]) -> str:

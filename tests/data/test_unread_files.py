@@ -77,6 +77,21 @@ def test_a_folder_that_is_read_entirely_says_nothing(tmp_path: Path) -> None:
     assert not any("not read" in line for line in check_folder(tmp_path).lines())
 
 
+def test_captions_in_json_files_are_named(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png", "c.png"):
+        picture(tmp_path / name)
+    (tmp_path / "a.json").write_text('{"caption": "red", "width": 16}')
+    (tmp_path / "b.json").write_text('{"caption": "red"}')
+    (tmp_path / "b.txt").write_text("red")  # as img2dataset writes them
+    (tmp_path / "captions.json").write_text('{"a.png": "red", "b.png": "red"}')
+    (tmp_path / "list.json").write_text('[{"path": "a.png", "text": "red"}]')
+    (tmp_path / "workflow.json").write_text('{"prompt": {"1": {}}}')
+    found = reasons(check_folder(tmp_path))
+    assert found["a.json"] == "a caption in a .json is not read: write the text into a .txt of the same name"
+    assert all("captions in a .json are not read: write metadata.jsonl" in found[f"{n}.json"] for n in ("captions", "list"))
+    assert found.keys() == {"a.json", "captions.json", "list.json", "a.png", "c.png"}
+
+
 def test_caption_files(tmp_path: Path) -> None:
     for name in "abc":
         picture(tmp_path / f"{name}.png")
