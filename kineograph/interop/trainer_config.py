@@ -18,6 +18,7 @@ from kineograph.interop.key_translation import (
     flag,
     number,
     only,
+    text,
     up_to,
 )
 from kineograph.interop.trainer_calls import Call, read_calls
@@ -57,9 +58,18 @@ def translate(path: Path, package: str) -> str:
         raise InputError(f"{path} holds no model: add the call of one of {', '.join(CLASSES[package])}")
     keys.put("name", path.stem)
     ours: Tree = {key: keys.ours[key] for key in ("name", "prompts", "data", "train", "stages") if key in keys.ours}
-    make_plan(ours)  # check that the result is valid
+    make_plan(_drop_missing_prompts(ours, keys))  # check that the result is valid
     heading = f"# Kineograph's form of {path.name}"
     return "\n".join([heading, *keys.remarks, dump_yaml(ours).rstrip(), *keys.list_moved(), *keys.list_left()])
+
+
+def _drop_missing_prompts(ours: Tree, keys: KeyTranslation) -> Tree:
+    """Without a file of prompts that lies on another machine."""
+    prompts = ours.get("prompts")
+    if not isinstance(prompts, str) or Path(prompts).expanduser().exists():
+        return ours
+    keys.remark(f"prompts={prompts}: no such file here; write it, or set prompts=auto")
+    return {key: value for key, value in ours.items() if key != "prompts"}
 
 
 def _name_calls(calls: list[Call]) -> list[str]:
@@ -100,6 +110,11 @@ def _train(keys: KeyTranslation, call: str, stage: str, rows: list[Row]) -> None
         keys.put(f"{stage}.train.ema.decay", 0.0)
         keys.take(f"{call}.ema_beta")
     keys.move(f"{call}.ema_beta", f"{stage}.train.ema.decay", number)
+    if f"{call}.dataset" in keys.left:
+        keys.remark(
+            f"the items of {call}.dataset: put them into a folder and set {stage}.data.folder, or train from Python, "
+            "kg.train(FILE, dataset=…)"
+        )
     folder = keys.take(f"{call}.results_folder")
     if folder is not None:
         keys.remark(f"results_folder={folder}: kineo train … --run {str(folder).removeprefix('./')}")
@@ -150,6 +165,13 @@ def _dropout(keys: KeyTranslation, call: str, stage: str) -> None:
     keys.take(f"{call}.ff_dropout", equal(value if value is not None else 0))
 
 
+def _t5_name(keys: KeyTranslation, theirs: str, stage: str) -> None:
+    name = keys.take(theirs, text)
+    if name is not None:
+        keys.put(f"{stage}.text.name", name)
+        keys.moved[theirs] = f"{stage}.text.name"
+
+
 def _leave_parts(keys: KeyTranslation, calls: dict[str, Call]) -> None:
     """Objects given by position are the parts that the stages name."""
     for name, call in calls.items():
@@ -185,14 +207,14 @@ def _phenaki(keys: KeyTranslation, named: dict[str, str], calls: dict[str, Call]
         _dropout(keys, call, generator)
         keys.take(f"{call}.num_tokens", equal(keys.get(f"{tokenizer}.quantizer.codes")))
         keys.take(f"{call}.max_seq_len", count)  # positions are those of the token grid
-        text = {"kind": "none"} if keys.take(f"{call}.unconditional", flag) else {"kind": "t5", "name": T5}
-        keys.put(f"{generator}.text", text)
+        encoder = {"kind": "none"} if keys.take(f"{call}.unconditional", flag) else {"kind": "t5", "name": T5}
+        keys.put(f"{generator}.text", encoder)
     if "Phenaki" in named:
         call = named["Phenaki"]
         keys.put(generator, {"task": "phenaki", "codec": "tokenizer"})
         keys.move_all(_rows(PHENAKI, call, generator))
         if keys.get(f"{generator}.text.kind") == "t5":
-            keys.take(f"{call}.t5_name", lambda name: keys.put(f"{generator}.text.name", name))
+            _t5_name(keys, f"{call}.t5_name", generator)
         critic = "TokenCritic" in named and "TokenCritic" in [c.name for c in calls.values()]
         if keys.take(f"{call}.self_token_critic", flag):
             keys.put(f"{generator}.critic", "self")
@@ -269,18 +291,28 @@ def _nuwa(keys: KeyTranslation, named: dict[str, str], calls: dict[str, Call]) -
         _train(keys, named["VQGanVAETrainer"], tokenizer, CODEC_TRAINER)
     if "NUWA" in named or "NUWATrainer" in named:
         keys.put(generator, {"task": "nuwa", "codec": "tokenizer"})
+        if "VQGanVAETrainer" in named:
+            keys.put(f"{tokenizer}.data.frames", 1)  # theirs trains on pictures
     if "NUWA" in named:
         call = named["NUWA"]
         keys.move_all(_rows(NUWA, call, generator))
+        if keys.take(f"{call}.enc_reversible", flag):
+            keys.put(f"{generator}.train.checkpointing", True)
+            keys.moved[f"{call}.enc_reversible"] = f"{generator}.train.checkpointing"
         _heads(keys, call, generator, "dec_")
         _dropout(keys, call, generator)
         _nuwa_window(keys, call, generator)
         heads, width = keys.take(f"{call}.text_enc_heads", count) or 8, keys.get(f"{generator}.width")
-        text = {"kind": "learned", "width": width, "heads": heads, "depth": keys.take(f"{call}.text_enc_depth", count)}
-        text["positions"] = "rotary" if keys.take(f"{call}.text_rotary_pos_emb", flag) is not False else "learned"
-        text["length"] = keys.take(f"{call}.text_max_seq_len", count) or 256
-        text["vocabulary"] = keys.take(f"{call}.text_num_tokens", count) or 49408
-        keys.put(f"{generator}.text", {key: value for key, value in text.items() if value is not None})
+        encoder = {
+            "kind": "learned",
+            "width": width,
+            "heads": heads,
+            "depth": keys.take(f"{call}.text_enc_depth", count),
+        }
+        encoder["positions"] = "rotary" if keys.take(f"{call}.text_rotary_pos_emb", flag) is not False else "learned"
+        encoder["length"] = keys.take(f"{call}.text_max_seq_len", count) or 256
+        encoder["vocabulary"] = keys.take(f"{call}.text_num_tokens", count) or 49408
+        keys.put(f"{generator}.text", {key: value for key, value in encoder.items() if value is not None})
         keys.moved[f"{call}.text_…"] = f"{generator}.text.*"
     if "NUWATrainer" in named:
         _train(keys, named["NUWATrainer"], generator, NUWA_TRAINER)
@@ -341,7 +373,7 @@ def _muse(keys: KeyTranslation, named: dict[str, str], calls: dict[str, Call]) -
         inner = by_variable.get(git.parts.get("transformer", git.parts.get("1", "")), named.get("MaskGitTransformer"))
         if inner is not None:
             keys.move_all(_rows(MUSE_TRANSFORMER, inner, stage))
-            keys.take(f"{inner}.t5_name", lambda value, stage=stage: keys.put(f"{stage}.text.name", value))  # type: ignore[misc]
+            _t5_name(keys, f"{inner}.t5_name", stage)
             _heads(keys, inner, stage)
             keys.take(f"{inner}.num_tokens", equal(keys.get(f"{tokenizer}.quantizer.codes")))
         keys.move_all(_rows(MUSE_MASKGIT, name, stage))
@@ -357,6 +389,8 @@ def _muse(keys: KeyTranslation, named: dict[str, str], calls: dict[str, Call]) -
         keys.remark(
             "the tokenizer is not in the file: give the call of VQGanVAE too, or set stages.generator.codec=RUN/tokenizer"
         )
+    if gits:
+        keys.remark("the package has no trainer of MaskGit: set stages.generator.train.steps, batch_size and lr")
     order = [name for name in ("tokenizer", "generator", "superres") if name in keys.ours.get("stages", {})]
     if order:
         keys.ours["stages"] = {name: keys.ours["stages"][name] for name in order}
