@@ -19,11 +19,12 @@ from kineograph.core.batch import Sample
 from kineograph.core.config import LocalPath
 from kineograph.core.errors import InputError, NoData, Unreadable
 from kineograph.core.protocols import Source
+from kineograph.core.remote_files import is_url
 from kineograph.data.arrays import Array
 from kineograph.data.captions import TEXT_KEYS, read_parquet_column
 from kineograph.data.embeddings import find_numbered_arrays
 from kineograph.data.open_source import DataConfig, Split, select_split
-from kineograph.data.remote_arrays import RemoteArray
+from kineograph.data.remote_arrays import RemoteArray, RemoteFolder
 from kineograph.data.shards import last_number
 
 Arrays = dict[int, Array | RemoteArray]
@@ -36,7 +37,7 @@ class ClipRetrievalConfig(DataConfig):
     text_embeddings: LocalPath | None = None
     """Folder, or URL of one, of text embeddings: the same numbers and rows. Null: a CLIP embeds the captions."""
     metadata: LocalPath | None = None
-    """Folder of .parquet files with the captions: the same numbers and rows."""
+    """Folder, or URL of one, of .parquet files with the captions: the same numbers and rows."""
     caption_column: str | None = Field(None, min_length=1)
     """Column of the captions; null: text, caption or prompt."""
 
@@ -88,21 +89,24 @@ class ClipRetrieval(Source):
         if self.config.metadata is None:
             return None
         root = Path(self.config.metadata)
-        if not root.is_dir():
+        remote = RemoteFolder(self.config.metadata, "data.metadata", ".parquet") if is_url(self.config.metadata) else None
+        if remote is None and not root.is_dir():
             raise NoData(f"data.metadata={self.config.metadata} is not a folder")
-        files = {last_number(path.stem): path for path in sorted(root.glob("*.parquet"))}
+        names = remote.files if remote else [path.name for path in root.glob("*.parquet")]
+        files = {last_number(name): name for name in sorted(names)}
         captions: dict[int, list[str]] = {}
         for number in self._numbers:
             if number not in files:
                 raise InputError(
                     f"data.metadata={self.config.metadata} has no .parquet file of number {number}: add it, or move its embeddings"
                 )
+            path = remote.fetch(files[number]) if remote else root / files[number]
             columns = (self.config.caption_column,) if self.config.caption_column else TEXT_KEYS
-            captions[number] = read_parquet_column(files[number], columns, "data.caption_column")
+            captions[number] = read_parquet_column(path, columns, "data.caption_column")
             count = self._images[number].shape[0]
             if len(captions[number]) != count:
                 raise InputError(
-                    f"{files[number]} has {len(captions[number])} rows for {count} image embeddings: each row is one item in every folder"
+                    f"{path} has {len(captions[number])} rows for {count} image embeddings: each row is one item in every folder"
                 )
         return captions
 

@@ -232,6 +232,11 @@ def _download(name: str, folder: Path, note: Note) -> tuple[Path, str]:
     )
 
 
+def list_fetched() -> list[str]:
+    """Names of known weights that are in the cache."""
+    return sorted(name for name in KNOWN if cache.path_of(name).is_file())
+
+
 def weights_table() -> Any:
     """A rich table of all known weights, and which are in the cache."""
     from rich.table import Table

@@ -8,6 +8,7 @@ from typing import Any
 from kineograph.core.config import Tree, merge
 from kineograph.core.config_file import load_file
 from kineograph.core.errors import InputError
+from kineograph.core.remote_files import is_url
 from kineograph.interop.dalle2_keys import (
     CLIP_FOLDER,
     CLIPS,
@@ -34,6 +35,7 @@ from kineograph.interop.key_translation import (
     number,
     numbers,
     only,
+    text,
 )
 
 
@@ -231,7 +233,8 @@ def _epochs(keys: KeyTranslation) -> None:
     else:
         keys.put("train.epochs", epochs)
         keys.moved["train.epochs"] = "train.epochs"
-        if str(keys.get("data.shards")).startswith("pipe:"):
+        shards = str(keys.get("data.shards"))
+        if shards.startswith("pipe:") or is_url(shards):
             keys.remark("streams have no epochs: replace train.epochs by train.steps, or set train.epoch_samples there")
 
 
@@ -283,9 +286,12 @@ def _tracker(keys: KeyTranslation) -> None:
     for place in sorted({key.rpartition(".")[0] for key in keys.left if key.startswith("tracker.save")}):
         target = keys.left.get(f"{place}.save_to")
         if target == "wandb":
-            keys.put("train", {"log_checkpoints": True, "trackers": ["tensorboard", "wandb"]})
-        if target in ("wandb", "local"):
-            keys.moved[f"{place}.save_to"] = "train.log_checkpoints" if target == "wandb" else "RUN/<stage>/checkpoints"
+            _log_checkpoints(keys, "wandb")
+        if target == "huggingface":
+            _log_checkpoints(keys, "hub")
+            keys.move(f"{place}.huggingface_repo", "train.hub.repo", text)
+        if target in ("wandb", "huggingface", "local"):
+            keys.moved[f"{place}.save_to"] = "RUN/<stage>/checkpoints" if target == "local" else "train.log_checkpoints"
             keys.take(f"{place}.save_to")
             for flagged in ("save_latest", "save_best"):
                 keys.take(f"{place}.{flagged}", only(True))
@@ -294,6 +300,11 @@ def _tracker(keys: KeyTranslation) -> None:
         keys.remark(
             "to continue from a checkpoint of ours elsewhere: kineo train … --resume-from SOURCE; theirs hold another network"
         )
+
+
+def _log_checkpoints(keys: KeyTranslation, tracker: str) -> None:
+    trackers = keys.get("train.trackers") or ["tensorboard"]
+    keys.put("train", {"log_checkpoints": True, "trackers": list(dict.fromkeys([*trackers, tracker]))})
 
 
 # Prior -------------------------------------------------------------------------------------------------------------

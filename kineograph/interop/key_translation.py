@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from kineograph.core.config import Tree, merge, nest
@@ -76,10 +77,19 @@ class KeyTranslation:
         """The YAML, checked, between comments: remarks before it, after it where each key of `source` went."""
         ours: Tree = {key: self.ours[key] for key in SECTIONS if key in self.ours}
         if ours.get("stages"):
-            make_plan(ours)
+            make_plan(self._drop_missing_prompts(ours))
         moved = [f"# {theirs} → {ours_}" for theirs, ours_ in self.moved.items() if lists_moved]
         left = [f"# not translated: {key} = {json.dumps(value, default=str)}" for key, value in self.left.items()]
         return "\n".join([f"# Kineograph's form of {source}", *self.remarks, dump_yaml(ours).rstrip(), *moved, *left])
+
+
+    def _drop_missing_prompts(self, ours: Tree) -> Tree:
+        """Without a file of prompts that lies on another machine."""
+        prompts = ours.get("prompts")
+        if not isinstance(prompts, str) or Path(prompts).expanduser().exists():
+            return ours
+        self.remark(f"prompts={prompts}: no such file here; write it, or set prompts=auto")
+        return {key: value for key, value in ours.items() if key != "prompts"}
 
 
 class Part:

@@ -17,6 +17,7 @@ from kineograph.interop.key_translation import (
     flag,
     number,
     only,
+    text,
     up_to,
 )
 from kineograph.interop.trainer_calls import Call, read_calls
@@ -110,6 +111,11 @@ def _translate_trainer(part: Part, rows: list[Row]) -> None:
         part.put(".train.ema.decay", 0.0)
         part.take("ema_beta")
     part.move("ema_beta", ".train.ema.decay", number)
+    if f"{part.theirs}.dataset" in part.keys.left:
+        part.keys.remark(
+            f"the items of {part.theirs}.dataset: put them into a folder and set {part.find('.data.folder')}, or train from "
+            "Python, kg.train(FILE, dataset=…)"
+        )
     folder = part.take("results_folder")
     if folder is not None:
         part.keys.remark(f"results_folder={folder}: kineo train … --run {str(folder).removeprefix('./')}")
@@ -167,6 +173,12 @@ def _translate_dropout(part: Part) -> None:
     """One dropout here for attention and MLP."""
     value = part.move("attn_dropout", ".dropout", number)
     part.take("ff_dropout", equal(value if value is not None else 0))
+
+
+def _translate_encoder(part: Part) -> None:
+    if name := part.take("t5_name", text):
+        part.put(".text.name", name)
+        part.note_moved("t5_name", ".text.name")
 
 
 def _translate_levels(part: Part, layers: str, blocks: str) -> None:
@@ -228,8 +240,8 @@ def _translate_sampler(script: _Script, part: Part) -> None:
         part.take("max_text_len")
     else:
         part.move("max_text_len", ".text.length", count)
-    if part.get(".text.kind") == "t5" and (encoder := part.take("t5_name")):
-        part.put(".text.name", encoder)
+    if part.get(".text.kind") == "t5":
+        _translate_encoder(part)
     _translate_self_critic(part)
     if not part.get(".critic") and (critic := script.part("TokenCritic", "generator", critic="network")):
         critic.move_all(TOKEN_CRITIC)
@@ -248,17 +260,22 @@ def _translate_nuwa(script: _Script) -> None:
         _translate_quantizer(part, "vq_codebook_size", NUWA_QUANTIZER)
         _translate_gan(part)
     _translate_codec_trainer(script, "vqgan")
+    if part := script.part("VQGanVAETrainer", "tokenizer"):
+        part.put(".data.frames", 1)  # theirs trains on pictures
     if part := script.part("NUWA", "generator", task="nuwa", codec="tokenizer"):
         part.move_all(NUWA)
+        if part.take("enc_reversible", flag):
+            part.put(".train.checkpointing", True)
+            part.note_moved("enc_reversible", ".train.checkpointing")
         _translate_heads(part, "dec_")
         _translate_dropout(part)
         _translate_window(part)
         heads, width = part.take("text_enc_heads", count) or 8, part.get(".width")
-        text = {"kind": "learned", "width": width, "heads": heads, "depth": part.take("text_enc_depth", count)}
-        text["positions"] = "rotary" if part.take("text_rotary_pos_emb", flag) is not False else "learned"
-        text["length"] = part.take("text_max_seq_len", count) or 256
-        text["vocabulary"] = part.take("text_num_tokens", count) or 49408
-        part.put(".text", {key: value for key, value in text.items() if value is not None})
+        encoder = {"kind": "learned", "width": width, "heads": heads, "depth": part.take("text_enc_depth", count)}
+        encoder["positions"] = "rotary" if part.take("text_rotary_pos_emb", flag) is not False else "learned"
+        encoder["length"] = part.take("text_max_seq_len", count) or 256
+        encoder["vocabulary"] = part.take("text_num_tokens", count) or 49408
+        part.put(".text", {key: value for key, value in encoder.items() if value is not None})
         part.note_moved("text_…", ".text.*")
     if part := script.part("NUWATrainer", "generator", task="nuwa", codec="tokenizer"):
         _translate_trainer(part, NUWA_TRAINER)
@@ -295,15 +312,13 @@ def _translate_muse(script: _Script) -> None:
     for name in models:
         is_large = f"{name}.cond_image_size" in script.keys.left
         stage = "superres" if is_large else "generator"
-        text = {"kind": "t5", "name": T5}
-        part = script.part(name, stage, task="muse", codec="tokenizer", text=text)
+        part = script.part(name, stage, task="muse", codec="tokenizer", text={"kind": "t5", "name": T5})
         assert part is not None
         given = script.calls[name].parts
         network = variables.get(given.get("transformer", given.get("1", "")), "MaskGitTransformer")
         if inner := script.part(network, stage):
             inner.move_all(MUSE_TRANSFORMER)
-            if encoder := inner.take("t5_name"):
-                inner.put(".text.name", encoder)
+            _translate_encoder(inner)
             _translate_heads(inner)
             inner.take("num_tokens", equal(inner.get("stages.tokenizer.quantizer.codes")))
         part.move_all(MUSE_MASKGIT)
@@ -311,3 +326,5 @@ def _translate_muse(script: _Script) -> None:
         if is_large and part.get("stages.generator"):
             part.put(".low_res", "generator")
             part.move("cond_image_size", ".low_res_size", count)
+    if models:
+        script.keys.remark("the package has no trainer of MaskGit: set stages.generator.train.steps, batch_size and lr")

@@ -50,10 +50,43 @@ def _format(score: Score | None, column: Column) -> str:
     return f"{median} (worst of {score.count}: {score.worst:{column.form}})" if is_judged else median
 
 
-def list_absent(record: dict[str, Any]) -> list[str]:
-    """Lines about families that could not race or failed."""
-    failed = [f"{name} failed: {entry['failure']}" for name, entry in record["entries"].items() if entry.get("failure")]
-    return [*(f"{family} cannot race here: {reason}" for family, reason in record["unable"].items()), *failed]
+def list_remarks(record: dict[str, Any]) -> list[str]:
+    """Lines about families that could not race, failed, or learned nothing, and about stages that are not healthy."""
+    entries = record["entries"].items()
+    failed = [f"{name} failed: {entry['failure']}" for name, entry in entries if entry.get("failure")]
+    unhealthy = [f"{name}: {line}" for name, entry in entries for line in entry.get("findings", [])]
+    chance = [
+        f"{family} is no better than chance: its place in the order means nothing" for family in find_unlearned(record)
+    ]
+    unable = [f"{family} cannot race here: {reason}" for family, reason in record["unable"].items()]
+    return [*unable, *failed, *chance, *unhealthy]
+
+
+def find_unlearned(record: dict[str, Any]) -> list[str]:
+    """Families whose samples the reader understands no more often than real items with the caption of another one."""
+    families: dict[str, bool] = {}
+    for entry in record["entries"].values():
+        accuracy = entry.get("figures", {}).get("caption accuracy")
+        if accuracy is not None:
+            count, bounds = record["request"]["judge"]["samples"], entry.get("bounds", {})
+            by_chance = count * bounds.get("chance", 0.0)
+            limit = by_chance + 3 * max(by_chance, 1.0) ** 0.5  # three standard deviations of a Poisson count
+            can_tell = count * bounds.get("ceiling", 0.0) > limit
+            is_low = can_tell and count * accuracy <= limit
+            families[entry["family"]] = families.get(entry["family"], True) and is_low
+    return [family for family, is_low in families.items() if is_low]
+
+
+def explain_unlearned(record: dict[str, Any]) -> str | None:
+    """Why the race says nothing about its families, if none of them learned the data."""
+    raced = {entry["family"] for entry in record["entries"].values() if "figures" in entry}
+    if not raced or raced - set(find_unlearned(record)):
+        return None
+    minutes = record["request"]["minutes"]
+    return (
+        f"no family is better than chance after --minutes {minutes:g}, so their order means nothing: race for longer, "
+        f"such as --minutes {5 * minutes:g} with another --run"
+    )
 
 
 def make_title(record: dict[str, Any]) -> str:
@@ -75,7 +108,7 @@ def show_board(record: dict[str, Any]) -> None:
         table.add_row(*row)
     if rows:
         console.print(table)
-    for line in list_absent(record):
+    for line in list_remarks(record):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -91,8 +124,8 @@ def make_markdown(record: dict[str, Any]) -> str:
         f"{judge['samples']} held-out prompts.",
         "",
     ]
-    absent = [f"- {' '.join(line.split())}" for line in list_absent(record)]
-    return "\n".join([*lines, *absent, *([""] if absent else [])])
+    remarks = [f"- {' '.join(line.split())}" for line in list_remarks(record)]
+    return "\n".join([*lines, *remarks, *([""] if remarks else [])])
 
 
 def check_board(path: Path) -> None:

@@ -25,7 +25,8 @@ from kineograph.core.errors import InputError, RunFailed
 from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import read_json, write_atomic, write_json
 from kineograph.doctor.machine import list_gpus
-from kineograph.race.board import check_board, show_board, update_board
+from kineograph.evaluate.weights import list_fetched
+from kineograph.race.board import check_board, explain_unlearned, show_board, update_board
 from kineograph.race.plan import RacePlan, choose_families, choose_prompts, plan_race, read_data, write_plans
 from kineograph.race.recipe import list_families
 from kineograph.race.results import collect_figures
@@ -56,7 +57,10 @@ def race(
     command: str = "",
     note: Callable[[str], None] = print,
 ) -> Path:
-    """Race families on data. → the race folder. Raises RunFailed at the end if an entry failed; the others are judged."""
+    """Race families on data. → the race folder.
+
+    Raises RunFailed at the end if an entry failed, or if none learned anything; all others are judged and in the table.
+    """
     device = distributed.resolve_device().type
     chosen = choose_families(families)
     for name in metrics.split(",") if metrics else ():
@@ -65,7 +69,7 @@ def race(
         check_board(board)
     planned = read_data(data, settings, frames, size, device)
     folder = run or Path("runs") / f"race-{planned.name}"
-    judge = Judge(samples, metrics, tuple(extractors))
+    judge = Judge(samples, metrics, tuple(extractors), tuple(list_fetched()))
     record = _open_record(folder, planned, minutes, seeds, judge, command)
     if jobs > 1:
         note(
@@ -97,6 +101,8 @@ def race(
     failed = [entry.name for entry in entries if record["entries"][entry.name].get("failure")]
     if failed:
         raise RunFailed(f"{', '.join(failed)} failed; the same command tries again (logs are in {folder / 'logs'})")
+    if unlearned := explain_unlearned(record):
+        raise RunFailed(unlearned)
     return folder
 
 
@@ -166,7 +172,7 @@ def _run_entries(
 ) -> None:
     """Run the entries that have no figures by this judge yet. race.json is written after each, and keeps other families' figures."""
     judge, lock = asdict(runner.judge), threading.Lock()
-    judge["extractors"] = list(judge["extractors"])  # as JSON has it
+    judge |= {key: list(judge[key]) for key in ("extractors", "weights")}  # as JSON has them
     record["request"]["judge"] = judge
     known_entries = {name: known for name, known in record["entries"].items() if known.get("judge") == judge}
     record["entries"] = {entry.name: {"family": entry.family} for entry in entries} | known_entries
@@ -179,7 +185,7 @@ def _run_entries(
         result: dict[str, Any] = {"family": entry.family, "seed": entry.seed, "run": str(entry.run), "judge": judge}
         if failure is None:
             result["figures"], extra = collect_figures(entry.run)
-            result |= extra
+            result |= extra | {"findings": runner.findings.get(entry.name, [])}
         else:
             result["failure"] = failure
             note(f"{entry.name} failed: {failure}")

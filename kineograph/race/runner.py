@@ -60,6 +60,8 @@ class Judge:
     samples: int
     metrics: str | None = None
     extractors: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    """Extractor weights on this machine: with others, all entries are judged again."""
 
     def arguments(self) -> list[str]:
         chosen = ["--metrics", self.metrics] if self.metrics else []
@@ -75,6 +77,8 @@ class Runner:
     judge: Judge
     note: Note
     trust: bool = False  # pass --trust on
+    findings: dict[str, list[str]] = field(default_factory=dict)
+    """Entry → what is fatally wrong with its stages, by its last judging."""
     _children: set[subprocess.Popen[bytes]] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopped: str | None = None
@@ -113,6 +117,7 @@ class Runner:
             self.note(f"{entry.name}: judging")
             said = self._call(entry, environment, ["evaluate", str(entry.run), *self.judge.arguments()], (0, MISSING))
             self._note_skipped(said)
+            self.findings[entry.name] = [line.replace(": fatal: ", ": ") for line in said if ": fatal: " in line]
             prompts = ["--prompts", str(entry.folder / "prompts.txt"), "--out", str(entry.samples)]
             if not any(entry.samples.glob("*.json")):
                 self._call(entry, environment, ["sample", str(entry.run), *prompts], (0,))

@@ -59,6 +59,18 @@ def test_a_row_is_one_item_in_every_folder(folder: Path) -> None:
             assert sample.caption == f"{number} {row}"
 
 
+def test_all_of_it_may_lie_in_an_object_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "home"))
+    names = {"image_embeddings": "img_emb", "text_embeddings": "text_emb", "metadata": "metadata"}
+    for name in names.values():
+        fsspec.filesystem("memory").put(str(folder / name), "/retrieval/", recursive=True)
+    source = opened(folder, **{key: f"memory://retrieval/{name}" for key, name in names.items()})
+    assert source.caption(0) == opened(folder).caption(0)
+    with pytest.raises(InputError, match=r"data\.metadata: memory://gone was not found"):
+        opened(folder, metadata="memory://gone")
+
+
 def test_what_does_not_fit_is_refused(folder: Path) -> None:
     np.save(folder / "text_emb" / "text_emb_1.npy", np.ones((4, 4)))
     with pytest.raises(InputError, match="file 1 has 4 rows for 5 image embeddings"):

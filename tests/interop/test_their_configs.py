@@ -182,6 +182,49 @@ def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
     assert "# CViViT.patch_size → stages.tokenizer.patch" in printed
 
 
+def test_what_a_script_names_on_its_own_machine_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "phenaki = Phenaki(cvivit=CViViT(dim=64, codebook_size=256), maskgit=MaskGit(dim=64, depth=1), t5_name='my/t5')\n"
+        "PhenakiTrainer(phenaki, dataset=mine, num_frames=9, sample_texts_file_path='/data/captions.txt', train_num_steps=10)\n"
+    )
+    printed = trainer_config.translate(path, "phenaki")
+    assert parse_printed(printed)["prompts"] == "/data/captions.txt"
+    assert "# prompts=/data/captions.txt: no such file here" in printed
+    assert (
+        "# the items of PhenakiTrainer.dataset: put them into a folder and set stages.generator.data.folder" in printed
+    )
+    assert "# Phenaki.t5_name → stages.generator.text.name" in printed
+
+
+def test_nuwa_learns_its_codec_on_pictures(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "vae = VQGanVAE(dim=32, image_size=32, num_layers=2)\n"
+        "VQGanVAETrainer(vae, folder='pictures', num_train_steps=10, lr=1e-3, batch_size=2, grad_accum_every=1)\n"
+        "NUWATrainer(nuwa=NUWA(vae=vae, dim=64, max_video_frames=10, enc_reversible=True), dataset=ds, num_train_steps=10)\n"
+    )
+    printed = trainer_config.translate(path, "nuwa")
+    ours = parse_printed(printed)
+    assert ours["data"]["frames"] == 10 and ours["stages"]["tokenizer"]["data"] == {"frames": 1}
+    assert ours["stages"]["generator"]["train"]["checkpointing"]
+    assert "# NUWA.enc_reversible → stages.generator.train.checkpointing" in printed
+
+
+def test_checkpoints_for_a_hub_and_shards_at_urls(tmp_path: Path) -> None:
+    save = [{"save_to": "huggingface", "huggingface_repo": "me/decoder"}]
+    change = {
+        "tracker": {"save": save},
+        "data": {"webdataset_base_url": "s3://b/{}.tar"},
+        "train": {"epoch_samples": None},
+    }
+    printed = dalle2_config.translate(write_json(tmp_path, merge(DECODER, change)))
+    train = parse_printed(printed)["train"]
+    assert train["log_checkpoints"] and train["trackers"] == ["tensorboard", "wandb", "hub"]
+    assert train["hub"] == {"repo": "me/decoder"}
+    assert "# streams have no epochs" in printed
+
+
 def test_muse_has_two_generators(tmp_path: Path) -> None:
     path = tmp_path / "muse.py"
     path.write_text(

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from kineograph.core.errors import InputError
-from kineograph.race.board import check_board, list_absent, make_markdown, make_rows, show_board, update_board
+from kineograph.race.board import (
+    check_board,
+    explain_unlearned,
+    find_unlearned,
+    list_remarks,
+    make_markdown,
+    make_rows,
+    show_board,
+    update_board,
+)
 from kineograph.race.results import join_seeds, rank_families
 
 
@@ -58,7 +67,7 @@ def test_who_is_absent_is_named_with_the_reason(capsys: pytest.CaptureFixture) -
     tree = record(phenaki=[0.9])
     tree["unable"] = {"muse": "data.frames=17 does not fit muse"}
     tree["entries"]["nuwa-0"] = {"family": "nuwa", "failure": "kineo train ended with code 1"}
-    assert list_absent(tree) == [
+    assert list_remarks(tree) == [
         "muse cannot race here: data.frames=17 does not fit muse",
         "nuwa-0 failed: kineo train ended with code 1",
     ]
@@ -66,6 +75,27 @@ def test_who_is_absent_is_named_with_the_reason(capsys: pytest.CaptureFixture) -
     said = capsys.readouterr().out
     assert "phenaki" in said and "muse cannot race here" in said
     assert "- nuwa-0 failed: kineo train ended with code 1" in make_markdown(tree)
+
+
+def test_families_at_chance_are_named_and_a_race_of_these_alone_fails() -> None:
+    tree = record(phenaki=[0.0, 0.03], nuwa=[0.0, 0.4])
+    assert find_unlearned(tree) == [
+        "phenaki"
+    ]  # 0.03 of 256 is within three deviations of 0.02; one seed of nuwa learned
+    assert "phenaki is no better than chance: its place in the order means nothing" in list_remarks(tree)
+    assert explain_unlearned(tree) is None
+    assert "no family is better than chance after --minutes 5" in str(explain_unlearned(record(phenaki=[0.0])))
+    tree = record(phenaki=[0.0])
+    tree["request"]["judge"]["samples"] = 3  # too few to tell
+    assert explain_unlearned(tree) is None
+    del tree["entries"]["phenaki-0"]["figures"]["caption accuracy"]  # data without a reader
+    assert explain_unlearned(tree) is None
+
+
+def test_stages_that_are_not_healthy_stand_below_the_table() -> None:
+    tree = record(muse=[0.5])
+    tree["entries"]["muse-0"]["findings"] = ["tokenizer: codec_collapsed: explained_variance is -0.5"]
+    assert "- muse-0: tokenizer: codec_collapsed: explained_variance is -0.5" in make_markdown(tree)
 
 
 def test_a_race_in_which_all_failed_has_a_table_of_none() -> None:

@@ -226,6 +226,18 @@ def test_a_finished_race_runs_nothing_and_another_one_is_refused(raced: Path, co
             command.race("digits", run=raced, **{**RACE, **change}, note=lambda line: None)
 
 
+def test_with_other_weights_all_are_judged_again(
+    raced: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands.called.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "list_fetched", lambda: ["inception-v3"])
+        command.race("digits", run=raced, **RACE, note=lambda line: None)
+    assert commands.called == ["evaluate muse-0"]
+    command.race("digits", run=raced, **RACE, note=lambda line: None)
+    assert commands.called == ["evaluate muse-0"] * 2
+
+
 def test_an_edited_plan_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_fit_time", lambda family, tree, *rest: tree)
     asked = {**RACE, "minutes": 60.0, "plan_only": True}

@@ -32,6 +32,15 @@ def test_skipped_metrics_are_named_once() -> None:
     assert said == ["skipped fid: run kineo weights get inception-v3"]
 
 
+def test_a_stage_that_is_fatally_wrong_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ["a table", "tokenizer: fatal: codec_collapsed: too low.", "tokenizer: warning: loss_spike: once."]
+    monkeypatch.setattr(Runner, "_train", lambda *_: None)
+    monkeypatch.setattr(Runner, "_call", lambda *_: said)
+    runner = Runner(Judge(1), print)
+    assert runner._race(Entry("muse", 0, tmp_path), {}) is None
+    assert runner.findings == {"muse-0": ["tokenizer: codec_collapsed: too low."]}
+
+
 def test_trust_is_passed_on(tmp_path: Path) -> None:
     entry = Entry("muse", 0, tmp_path)
     entry.log.parent.mkdir()
