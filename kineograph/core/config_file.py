@@ -15,6 +15,7 @@ import yaml
 from kineograph.core.errors import ConfigError
 
 Tree = dict[str, Any]
+_MAX_BYTES = 2**26  # of a file
 MAX_DEPTH, _MAX_KEYS = 50, 10_000
 _MAX_VALUES = 1_000_000  # aliases can name a few lines billions of times
 

@@ -82,7 +82,6 @@ class KeyTranslation:
         left = [f"# not translated: {key} = {json.dumps(value, default=str)}" for key, value in self.left.items()]
         return "\n".join([f"# Kineograph's form of {source}", *self.remarks, dump_yaml(ours).rstrip(), *moved, *left])
 
-
     def _drop_missing_prompts(self, ours: Tree) -> Tree:
         """Without a file of prompts that lies on another machine."""
         prompts = ours.get("prompts")
