@@ -24,10 +24,9 @@ from kineograph.data.buckets import BucketsConfig
 from kineograph.data.open_source import Split
 
 SET = "set.json"
-SHARDS = "shards.json"  # the list of a cache of an earlier version
-_FACTS = "facts.json"  # the first file that such a cache got
+_EARLIER = ("shards.json", "facts.json")  # of caches of an earlier version, which nothing reads any more
 _ROWS = "rows.npy"
-_LOCKED = (SET, SHARDS, HEADER)  # the file of a set or cache that readers lock
+_LOCKED = (SET, HEADER)  # the file of a set or pack that readers lock
 _REMOVED = ".removed-"  # the prefix of a folder whose removal has begun
 
 
@@ -141,7 +140,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def lock_cache(folder: Path, exclusive: bool = False) -> IO[bytes] | None:
-    """Keep a set (or a cache of an earlier version) from being removed while the file is open; `exclusive`: nobody else reads it.
+    """Keep a set (or a pack) from being removed while the file is open; `exclusive`: nobody else reads it.
     None where that is not possible."""
     path = next((folder / name for name in _LOCKED if (folder / name).is_file()), None)
     if path is None:
@@ -160,7 +159,6 @@ def lock_cache(folder: Path, exclusive: bool = False) -> IO[bytes] | None:
 def list_stale(folder: Path, keep: Collection[Path]) -> list[Path]:
     """What no set in `keep` needs: other sets, packs without one of its rows, caches of earlier versions. `keep` may name any of them."""
     kept = {path.resolve() for path in keep}
-    kept |= {path.parent for path in kept}  # a shard of an earlier version keeps its cache
     for path in list(kept):
         cache_set = CacheSet.read(path)
         kept |= {path.parent / name for name in cache_set.header.packs} if cache_set is not None else set()
@@ -201,7 +199,7 @@ def _list_entries(folder: Path) -> list[Path]:
         for path in folder.iterdir()
         if path in packs
         or path.name.startswith(_REMOVED)
-        or any((path / name).is_file() for name in (*_LOCKED, _FACTS))
+        or any((path / name).is_file() for name in (*_LOCKED, *_EARLIER))
     )
 
 
