@@ -58,7 +58,7 @@ def command(group: typer.Typer, shared: str = "", name: str | None = None) -> Ca
         for parameter in parameters.values():
             hint, help_ = hints[parameter.name], (described | own)[parameter.name]
             kind, *extra = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-            info: Any = copy.copy(extra[0]) if extra else _default_info(parameter)
+            info: Any = copy.copy(extra[0]) if extra else _make_info(parameter)
             info.help, info.metavar = help_.text, help_.metavar
             if help_.shown is not None:
                 info.show_default = help_.shown
@@ -69,7 +69,7 @@ def command(group: typer.Typer, shared: str = "", name: str | None = None) -> Ca
     return add
 
 
-def _default_info(parameter: inspect.Parameter) -> Any:
+def _make_info(parameter: inspect.Parameter) -> Any:
     if parameter.default is parameter.empty:
         return typer.Argument()
     flag = [f"--{parameter.name.replace('_', '-')}"] if parameter.default is False else []

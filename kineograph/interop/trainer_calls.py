@@ -100,14 +100,14 @@ class _Finder(ast.NodeVisitor):
         arguments = [(str(index), value) for index, value in enumerate(node.args)]
         arguments += [(keyword.arg or "**", keyword.value) for keyword in node.keywords]
         for key, value in arguments:
-            inner = self._part(value)
+            inner = self._name_part(value)
             if inner is not None:
                 call.parts[key] = inner
             else:
                 call.keywords[key] = self._evaluate(value)
         self.calls.append(call)
 
-    def _part(self, node: ast.expr) -> str | None:
+    def _name_part(self, node: ast.expr) -> str | None:
         """The variable of another call; an inner call gets a name of its own."""
         if isinstance(node, ast.Name) and any(call.variable == node.id for call in self.calls):
             return node.id

@@ -91,7 +91,7 @@ class Runner:
                 return
             slot = slots.get()
             try:
-                failure = self._race(entry, _environment(slot, jobs))
+                failure = self._race(entry, _make_environment(slot, jobs))
             finally:
                 slots.put(slot)
             if not self._stopped:
@@ -187,7 +187,7 @@ class Runner:
                 signal.signal(number, handler)
 
 
-def _environment(slot: int, jobs: int) -> dict[str, str]:
+def _make_environment(slot: int, jobs: int) -> dict[str, str]:
     """Entries that run side by side get a GPU each, where there are several."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if jobs == 1 or gpus < 2 or "CUDA_VISIBLE_DEVICES" in os.environ:

@@ -56,7 +56,7 @@ def write_emoji(out: Path, source: Path | None = None, note: Note = print) -> Pa
     check_unoccupied(out.resolve(), "--out")
     with tempfile.TemporaryDirectory() as place:
         files = _read_package(source if source is not None else _download(Path(place), note))
-    digest = _digest(files)
+    digest = _hash_files(files)
     if digest != SHA256:
         raise InputError(
             f"{source or PACKAGE} is not {PACKAGE} {VERSION} as it was published (sha256 of its files {digest}, expected {SHA256}): {_GET}"
@@ -135,7 +135,7 @@ def _read_archive(file: io.BufferedReader, path: Path) -> dict[str, bytes]:
     return files
 
 
-def _digest(files: dict[str, bytes]) -> str:
+def _hash_files(files: dict[str, bytes]) -> str:
     total = hashlib.sha256()
     for name in sorted(files):
         total.update(f"{name} {hashlib.sha256(files[name]).hexdigest()}\n".encode())

@@ -171,7 +171,7 @@ class StageHealth:
 
     def check_end(self, nonfinite: Sequence[str] = ()) -> list[Finding]:
         """Findings at the end of the stage; `nonfinite` names tensors of the weights that hold nan or inf."""
-        values = {**(self._validations[-1][1] if self._validations else {}), **self._training_means()}
+        values = {**(self._validations[-1][1] if self._validations else {}), **self._compute_training_means()}
         found = [*self._check_finite_end(values, nonfinite), *self._check_skips(at_end=True)]
         if not any(finding.severity == "fatal" for finding in found):  # else the numbers only follow from that
             found += self._check_zero(at_end=True)
@@ -184,7 +184,7 @@ class StageHealth:
         step = int(record["step"])
         if "loss" in record:
             self._losses.append((step, to_float(record["loss"])))
-        for name in self._end_metrics():
+        for name in self._list_end_metrics():
             if name in record:
                 self._logged.setdefault(name, []).append(to_float(record[name]))
         if "skipped" in record:
@@ -192,7 +192,7 @@ class StageHealth:
             self._early_skips = self._skips[-1][1] if step <= SKIP_WINDOW else self._early_skips
             while len(self._skips) > 2 and self._skips[0][0] < step - SKIP_WINDOW:
                 self._skips.popleft()
-        for name in ("loss", *self._norms()):
+        for name in ("loss", *self._name_norms()):
             if name in record:
                 self._zeros[name] = self._zeros.get(name, 0) + 1 if record[name] == 0 else 0
         found = [*self._check_skips(), *self._check_zero(), *self._check_spike(), *self._check_divergence()]
@@ -206,7 +206,7 @@ class StageHealth:
                     )
         return found
 
-    def _norms(self) -> dict[str, str]:
+    def _name_norms(self) -> dict[str, str]:
         """The gradient norm of each player, by its name in the log."""
         first = next(iter(self.players))
         return {"gradient_norm" if name == first else f"{name}/gradient_norm": name for name in self.players}
@@ -214,7 +214,7 @@ class StageHealth:
     def _check_zero(self, at_end: bool = False) -> list[Finding]:
         found = []
         seen = len(self._losses)
-        for norm, player in self._norms().items():
+        for norm, player in self._name_norms().items():
             zeros = self._zeros.get(norm, 0)
             if zeros >= ZERO_LOGS or (at_end and zeros == seen > 1 and not self._is_trial()):
                 evidence = f"the gradient norm of {player} was exactly 0 in the last {zeros} logged steps"
@@ -258,7 +258,7 @@ class StageHealth:
 
     def _check_divergence(self) -> list[Finding]:
         """The loss stays far above that of untrained weights, where the task says that the two compare."""
-        first, last = self._untrained_loss(), self._losses[-DIVERGED_LOGS:]
+        first, last = self._find_untrained_loss(), self._losses[-DIVERGED_LOGS:]
         compares = self.starts_random and any(limit.share_of == UNTRAINED_LOSS for limit in self.limits)
         if not compares or len(self._losses) <= DIVERGED_LOGS or not first > 0:
             return []
@@ -270,17 +270,17 @@ class StageHealth:
         )
         return [make_finding("diverged", evidence, rise, DIVERGED_RISE)]
 
-    def _untrained_loss(self) -> float:
+    def _find_untrained_loss(self) -> float:
         """The first logged loss; of small batches, which vary, the highest of three."""
         first = [loss for _, loss in self._losses[: 1 if self.batch_size >= 8 else 3]]
         return max(first) if first else math.nan
 
-    def _end_metrics(self) -> set[str]:
+    def _list_end_metrics(self) -> set[str]:
         """Logged numbers that a limit at the end looks at."""
         names = {name for limit in self.limits for name in (limit.metric, limit.share_of) if name is not None}
         return {name.removeprefix("train/") for name in names if name.startswith("train/")}
 
-    def _training_means(self) -> dict[str, float]:
+    def _compute_training_means(self) -> dict[str, float]:
         """Means of the last tenth of the logged steps, and the loss of untrained weights; none where logged steps are too few."""
         if self._is_trial() or len(self._losses) < 10:
             return {}
@@ -288,7 +288,7 @@ class StageHealth:
         for name, values in self._logged.items():
             if finite := [value for value in values if math.isfinite(value)]:
                 means[f"train/{name}"] = statistics.fmean(finite[-max(3, len(finite) // 10) :])
-        return means | ({UNTRAINED_LOSS: self._untrained_loss()} if self.starts_random else {})
+        return means | ({UNTRAINED_LOSS: self._find_untrained_loss()} if self.starts_random else {})
 
     # validation ------------------------------------------------------------------------------------------------------
 
@@ -326,7 +326,10 @@ class StageHealth:
         if not rises or best <= 0 or last[-1] < OVERFIT_RISE * best:
             return []
         edges = [0, *(step for step, _ in losses)]
-        at_best, now = self._mean_loss(edges[edges.index(best_step) - 1], best_step), self._mean_loss(*edges[-2:])
+        at_best, now = (
+            self._compute_mean_loss(edges[edges.index(best_step) - 1], best_step),
+            self._compute_mean_loss(*edges[-2:]),
+        )
         if at_best is None or now is None or now >= at_best:
             return []
         evidence = (
@@ -335,7 +338,7 @@ class StageHealth:
         )
         return [make_finding("overfitting", evidence, last[-1] / best, OVERFIT_RISE)]
 
-    def _mean_loss(self, start: int, stop: int) -> float | None:
+    def _compute_mean_loss(self, start: int, stop: int) -> float | None:
         losses = [loss for step, loss in self._losses if start < step <= stop and math.isfinite(loss)]
         return statistics.fmean(losses) if losses else None
 

@@ -78,7 +78,7 @@ def check_trackers(names: Collection[str], hub: HubConfig | None = None) -> None
         import_hub()
 
 
-def _numbers(record: Record) -> Iterator[tuple[str, float]]:
+def _iterate_numbers(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers of a record by name, without `step`."""
     for name, value in record.items():
         if name != "step" and isinstance(value, (Real, Tensor)) and not isinstance(value, bool):
@@ -110,8 +110,8 @@ class TensorBoard(Tracker):
             self._writers[stage].add_text("config", textwrap.indent(dump_yaml(self.config), "    "), 0)
 
     def log(self, record: Record) -> None:
-        writer = self._writer(record["stage"], record["step"])
-        for name, value in _numbers(record):
+        writer = self._get_writer(record["stage"], record["step"])
+        for name, value in _iterate_numbers(record):
             writer.add_scalar(f"{record['stage']}/{record['split']}/{name}", value, record["step"])
         if "finding" in record:
             finding = Finding.from_json(record["finding"])
@@ -124,7 +124,7 @@ class TensorBoard(Tracker):
         with Image.open(path) as opened:
             width, height = opened.size
         image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=path.read_bytes())
-        writer = self._writer(name.partition("/")[0], step)
+        writer = self._get_writer(name.partition("/")[0], step)
         writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
         if caption:
             writer.add_text(f"{name}/caption", caption, step)
@@ -139,7 +139,7 @@ class TensorBoard(Tracker):
             writer.close()
         self._writers.clear()
 
-    def _writer(self, stage: str, step: int) -> Any:
+    def _get_writer(self, stage: str, step: int) -> Any:
         if stage not in self._writers:
             self.begin(stage, step - 1)
         return self._writers[stage]
@@ -208,7 +208,7 @@ class WeightsAndBiases(Tracker):
 
     def log(self, record: Record) -> None:
         stage, split, step = record["stage"], record["split"], record["step"]
-        numbers = {f"{stage}/{split}/{name}": value for name, value in _numbers(record)}
+        numbers = {f"{stage}/{split}/{name}": value for name, value in _iterate_numbers(record)}
         kind = record["finding"]["name"] if "finding" in record else phase_of(record)
         self._log_once(f"{stage}/{split}/{kind}", stage, step, numbers)
 
