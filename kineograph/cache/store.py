@@ -6,7 +6,7 @@ import fcntl
 import io
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, NamedTuple
@@ -17,6 +17,7 @@ from pydantic import Field
 from kineograph.cache.pack import HEADER, Pack, pack_folders, read_header
 from kineograph.core.config import Axis, Config
 from kineograph.core.errors import InputError
+from kineograph.core.notes import Note
 from kineograph.core.run_folder import write_atomic
 from kineograph.core.text_file import parse_json
 from kineograph.data.arrays import load_npy
@@ -165,7 +166,7 @@ def list_stale(folder: Path, keep: Collection[Path]) -> list[Path]:
     return [path for path in _list_entries(folder) if path.resolve() not in kept]
 
 
-def prune(folder: Path, keep: Collection[Path], note: Callable[[str], None]) -> int:
+def prune(folder: Path, keep: Collection[Path], note: Note) -> int:
     """Remove what is stale, except what a process reads at this moment. → how many folders were removed."""
     packs = set(pack_folders(folder))
     sets = [path for path in list_stale(folder, keep) if path not in packs]
@@ -175,7 +176,7 @@ def prune(folder: Path, keep: Collection[Path], note: Callable[[str], None]) -> 
     return len(sets) - len(in_use) + sum(_remove(path, note) for path in sorted(packs))
 
 
-def _remove(path: Path, note: Callable[[str], None]) -> bool:
+def _remove(path: Path, note: Note) -> bool:
     size, lock = format_size([path]), lock_cache(path, exclusive=True)
     if lock is None and any((path / name).is_file() for name in _LOCKED):
         note(f"{path} is kept: a process reads it, or it cannot be written to")

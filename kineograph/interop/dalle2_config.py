@@ -1,4 +1,4 @@
-"""The JSON of DALLE2-pytorch's train_decoder or train_diffusion_prior → Kineograph's YAML, said key by key."""
+"""The JSON of DALLE2-pytorch's train_decoder or train_diffusion_prior → Kineograph's YAML, key by key."""
 
 from __future__ import annotations
 

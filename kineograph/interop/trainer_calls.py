@@ -39,9 +39,9 @@ def _read_mapping(path: Path, known: Mapping[str, Collection[str]]) -> list[Call
     """{"CViViT": {"dim": 512}, "CViViTTrainer": {…}}; or the keywords of one call."""
     tree = load_file(path)
     if tree and all(isinstance(value, dict) for value in tree.values()) and tree.keys() & known.keys():
-        strangers = sorted(tree.keys() - known.keys())
-        if strangers:
-            raise InputError(f"{path}: unknown class {strangers[0]}: use {', '.join(known)}")
+        unknown = sorted(tree.keys() - known.keys())
+        if unknown:
+            raise InputError(f"{path}: unknown class {unknown[0]}: use {', '.join(known)}")
         return [Call(name, dict(keywords)) for name, keywords in tree.items()]
     matches = {name: len(tree.keys() & set(keywords)) for name, keywords in known.items()}
     best = max(matches.values(), default=0)

@@ -1,4 +1,4 @@
-"""The table of a race, for the console and as Markdown: families, upper bounds, chance, and who could not race."""
+"""The table of a race, for the console and as Markdown: families, upper bounds, chance, and families that could not race."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SMALLEST_BATCH, LARGER_BATCH = 4, 4  # samples; times the preset's
 
 @dataclass(frozen=True)
 class RaceShape:
-    """What every family draws."""
+    """The shape of the clips or pictures that every family draws."""
 
     frames: int
     height: int
@@ -106,7 +106,7 @@ def _fit_batch(batch: int, before: Tree, after: RaceShape) -> int:
 
 
 def _fit_training(train: Tree) -> Tree:
-    """Without what costs time and nobody looks at: previews and metrics during training. Weak stages are judged, not refused."""
+    """Without previews and metrics during training, which cost time. Weak stages are judged, not refused."""
     dropped = ("epoch_samples", "epochs", "metrics", "evaluate_every", "evaluation_samples", "grids", "samples")
     steps = train.get("steps", 1000)
     return {key: value for key, value in train.items() if key not in dropped} | {

@@ -1,4 +1,4 @@
-"""What an entry reached, from the files of its run; and the figures of a family over its seeds."""
+"""The figures of an entry, from the files of its run, and of a family over its seeds."""
 
 from __future__ import annotations
 

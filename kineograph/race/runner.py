@@ -19,13 +19,12 @@ from types import FrameType
 import torch
 
 from kineograph.core.errors import Stopped
+from kineograph.core.notes import Note
 from kineograph.core.run_folder import RunFolder
 from kineograph.run.listing import read_run
 
 MISSING = 4  # exit code of kineo evaluate: some metric could not be computed
-WAIT = 0.5  # seconds between looks at a run that another process trains
-
-Note = Callable[[str], None]
+WAIT = 0.5  # seconds between checks of a run that another process trains
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,8 @@ class Runner:
         try:
             self._train(entry, environment)
             self.note(f"{entry.name}: judging")
-            said = self._call(entry, environment, ["evaluate", str(entry.run), *self.judge.arguments()], (0, MISSING))
-            self._note_skipped(said)
+            lines = self._call(entry, environment, ["evaluate", str(entry.run), *self.judge.arguments()], (0, MISSING))
+            self._note_skipped(lines)
             prompts = ["--prompts", str(entry.folder / "prompts.txt"), "--out", str(entry.samples)]
             if not any(entry.samples.glob("*.json")):
                 self._call(entry, environment, ["sample", str(entry.run), *prompts], (0,))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from kineograph.core.config import Config, Tree, parse, parse_override
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.media_file import MediaLimits, Meter, open_image, read_media
 from kineograph.core.noise import numpy_rng
+from kineograph.core.notes import Note
 from kineograph.data.decode import (
     CLIPS,
     IMAGES,
@@ -46,7 +47,6 @@ TRIES = 8
 CHUNK = 64  # crops of one source that one thread writes
 PAN, PAN_ZOOM = 0.3, 1.15  # largest shift of a pan, in sides of the crop, and largest change of its side
 
-Note = Callable[[str], None]
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 

@@ -14,7 +14,7 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from PIL import Image
 
 from kineograph.core.atomic_folder import check_unoccupied, write_atomically
 from kineograph.core.errors import InputError, RunFailed
+from kineograph.core.notes import Note
 from kineograph.core.tar_reader import DAMAGED, TarDamaged, TarReader, decompress
 from kineograph.media.filenames import slugify
 
@@ -38,8 +39,6 @@ TONES = {
 _MAX_FILE, _MAX_ALL = 8 << 20, 1 << 30  # bytes of a file that is used, and of the whole archive
 _PATIENCE = 600.0  # seconds for npm
 _GET = f"get the package {PACKAGE} {VERSION} with npm or another package client, and give its .tgz or folder to --from"
-
-Note = Callable[[str], None]
 
 
 class Emoji(NamedTuple):

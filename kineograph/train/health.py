@@ -1,4 +1,4 @@
-"""What a healthy stage never does, told from numbers that are fetched anyway. docs/health.md lists every finding.
+"""Detects stages that go wrong, from the numbers that are logged anyway. docs/health.md lists every finding.
 
 `StageHealth` reads the records of metrics.jsonl and knows nothing else, so that a resumed stage reads the file again and
 stands where it was. Thresholds are far from anything that a stage that learns has shown; each says why.
@@ -115,7 +115,7 @@ class StageHealth:
     batch_size: int = 32
     schedule_steps: int | None = None  # with train.minutes: of the recipe; `steps` is then an estimate until the end
     scales_loss: bool = False  # fp16: the first updates are skipped until the loss scale fits
-    _said: set[tuple[str, str]] = field(default_factory=set)
+    _reported: set[tuple[str, str]] = field(default_factory=set)
     _losses: list[tuple[int, float]] = field(default_factory=list)  # logged training losses, nan where not finite
     _logged: dict[str, list[float]] = field(default_factory=dict)  # other logged numbers that have a limit
     _skips: deque[tuple[int, float]] = field(
@@ -132,15 +132,15 @@ class StageHealth:
         """Read what an earlier process of this stage logged."""
         for record in records:
             if isinstance(finding := record.get("finding"), dict):
-                self._said.add((str(finding.get("name")), str(finding.get("severity"))))
+                self._reported.add((str(finding.get("name")), str(finding.get("severity"))))
             else:
                 self.observe(record)
 
     def is_new(self, finding: Finding) -> bool:
         """Whether the finding has not been reported yet. Asking reports it."""
         key = (finding.name, finding.severity)
-        is_new = key not in self._said
-        self._said.add(key)
+        is_new = key not in self._reported
+        self._reported.add(key)
         return is_new
 
     def check_start(self) -> list[Finding]:
