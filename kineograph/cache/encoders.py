@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kineograph.core.batch import Batch
 from kineograph.core.capabilities import SupportsCaching
+from kineograph.core.notes import Note
 from kineograph.core.task import Task
 from kineograph.train.compile import compile_task
 
@@ -20,9 +20,7 @@ COMPILE_AFTER = 240.0
 class Encoders:
     """`Task.precompute`, in micro-batches of the size that training uses: what fits there fits here."""
 
-    def __init__(
-        self, task: Task, device: torch.device, may_compile: bool, shapes: int, note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, task: Task, device: torch.device, may_compile: bool, shapes: int, note: Note) -> None:
         """`shapes`: how many clip shapes there are; each is compiled for itself. `may_compile`: if the time left makes it worthwhile."""
         self.task, self.device, self.note, self.shapes = task, device, note, shapes
         self.may_compile = may_compile and device.type == "cuda"

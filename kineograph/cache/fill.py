@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +28,7 @@ from kineograph.cache.store import CacheSet, PackIndex, SetHeader, is_complete
 from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.errors import InputError, RunFailed, Stopped
+from kineograph.core.notes import Note
 from kineograph.core.task import Task
 from kineograph.data.buckets import Bucket
 from kineograph.data.loader import Loader
@@ -82,7 +82,7 @@ class CacheFiller:
         train: TrainConfig,
         device: torch.device,
         stop: StopRequest,
-        note: Callable[[str], None],
+        note: Note,
     ) -> None:
         self.content, self.task, self.train, self.device, self.stop = content, task, train, device, stop
         self.loader, self.buckets = content.loader, content.loader.buckets

@@ -12,13 +12,12 @@ import numpy as np
 from pydantic import Field
 
 from kineograph.cache.pack import HEADER, Header, Pack, read_header
-from kineograph.cache.store import SET, SHARDS, CacheSet, SetHeader, lock_cache
+from kineograph.cache.store import SET, CacheSet, SetHeader, lock_cache
 from kineograph.core.batch import Sample
 from kineograph.core.caption_format import CaptionFormat
 from kineograph.core.config import Axis, LocalPath
 from kineograph.core.errors import InputError, Unreadable
-from kineograph.core.text_file import parse_json
-from kineograph.data.arrays import Array, find_array, load_npy, read_captions_beside
+from kineograph.data.arrays import Array, find_array, read_captions_beside
 from kineograph.data.buckets import Bucket, BucketedSource, BucketFit, Buckets
 from kineograph.data.captions import several_texts, strip_captions
 from kineograph.data.memmap import format_label, read_labels
@@ -242,55 +241,19 @@ class Cache(BucketedSource):
 
 
 def _is_cache(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (SET, HEADER, SHARDS))
+    return any((folder / name).is_file() for name in (SET, HEADER))
 
 
 def _open_set(folder: Path) -> CacheSet:
-    """The set in a folder; a single pack, or the shards of an earlier version, as a set."""
+    """The set in a folder, or a single pack as a set."""
     cache_set = CacheSet.read(folder)
     if cache_set is not None:
         return cache_set
-    if (folder / SHARDS).is_file():
-        return _read_shards(folder)
-    header = _complete_header(folder)
-    return CacheSet(folder, SetHeader(packs=(folder.name,), split=header.split), _rows_of(0, header.done))
-
-
-def _read_shards(folder: Path) -> CacheSet:
-    """A cache of an earlier version: shards.json, the bucket of each item in buckets.npy, and shard-00000 … in order of bucket and item."""
-    try:
-        tree = parse_json((folder / SHARDS).read_text(encoding="utf-8"))
-        count, shapes = tree["count"], tree["shapes"]
-        of = load_npy(folder / "buckets.npy", mmap=False) if shapes else np.zeros(count, np.int64)
-        header = SetHeader.model_validate(
-            {key: tree[key] for key in ("split", "shapes", "usual", "buckets")} | {"packs": ()}
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{folder / SHARDS} cannot be read: {error}; remove {folder} and run kineo cache") from None
-    shards: list[str] = []
-    bucket_of: list[int] = []
-    rows = np.empty((count, 2), np.int64)
-    for bucket in range(max(1, len(shapes))):
-        items = np.flatnonzero(of == bucket)
-        for start in range(0, len(items), tree["each"]):
-            part = items[start : start + tree["each"]]
-            name = f"{folder.name}/shard-{len(shards):05d}"
-            if _complete_header(folder.parent / name).done != len(part):
-                raise InputError(
-                    f"{folder.parent / name} should have {len(part)} items: remove {folder} and run kineo cache"
-                )
-            rows[part] = _rows_of(len(shards), len(part))
-            shards.append(name)
-            bucket_of.append(bucket)
-    return CacheSet(folder, header.model_copy(update={"packs": tuple(shards), "bucket_of": tuple(bucket_of)}), rows)
-
-
-def _complete_header(folder: Path) -> Header:
     header = read_header(folder)
     if header is None or header.done < header.count:
         done = f"{header.done} of {header.count} items" if header is not None else "not begun"
         raise InputError(f"the cache {folder} is unfinished ({done}): run the command that made it again")
-    return header
+    return CacheSet(folder, SetHeader(packs=(folder.name,), split=header.split), _rows_of(0, header.done))
 
 
 def _rows_of(pack: int, count: int) -> np.ndarray:

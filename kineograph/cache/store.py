@@ -6,7 +6,7 @@ import fcntl
 import io
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, NamedTuple
@@ -17,6 +17,7 @@ from pydantic import Field
 from kineograph.cache.pack import HEADER, Pack, pack_folders, read_header
 from kineograph.core.config import Axis, Config
 from kineograph.core.errors import InputError
+from kineograph.core.notes import Note
 from kineograph.core.run_folder import write_atomic
 from kineograph.core.text_file import parse_json
 from kineograph.data.arrays import load_npy
@@ -24,10 +25,9 @@ from kineograph.data.buckets import BucketsConfig
 from kineograph.data.open_source import Split
 
 SET = "set.json"
-SHARDS = "shards.json"  # the list of a cache of an earlier version
-_FACTS = "facts.json"  # the first file that such a cache got
+_EARLIER = ("shards.json", "facts.json")  # of caches of an earlier version, which nothing reads any more
 _ROWS = "rows.npy"
-_LOCKED = (SET, SHARDS, HEADER)  # the file of a set or cache that readers lock
+_LOCKED = (SET, HEADER)  # the file of a set or pack that readers lock
 _REMOVED = ".removed-"  # the prefix of a folder whose removal has begun
 
 
@@ -141,7 +141,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def lock_cache(folder: Path, exclusive: bool = False) -> IO[bytes] | None:
-    """Keep a set (or a cache of an earlier version) from being removed while the file is open; `exclusive`: nobody else reads it.
+    """Keep a set (or a pack) from being removed while the file is open; `exclusive`: nobody else reads it.
     None where that is not possible."""
     path = next((folder / name for name in _LOCKED if (folder / name).is_file()), None)
     if path is None:
@@ -160,14 +160,13 @@ def lock_cache(folder: Path, exclusive: bool = False) -> IO[bytes] | None:
 def list_stale(folder: Path, keep: Collection[Path]) -> list[Path]:
     """What no set in `keep` needs: other sets, packs without one of its rows, caches of earlier versions. `keep` may name any of them."""
     kept = {path.resolve() for path in keep}
-    kept |= {path.parent for path in kept}  # a shard of an earlier version keeps its cache
     for path in list(kept):
         cache_set = CacheSet.read(path)
         kept |= {path.parent / name for name in cache_set.header.packs} if cache_set is not None else set()
     return [path for path in _list_entries(folder) if path.resolve() not in kept]
 
 
-def prune(folder: Path, keep: Collection[Path], note: Callable[[str], None]) -> int:
+def prune(folder: Path, keep: Collection[Path], note: Note) -> int:
     """Remove what is stale, except what a process reads at this moment. → how many folders were removed."""
     packs = set(pack_folders(folder))
     sets = [path for path in list_stale(folder, keep) if path not in packs]
@@ -177,7 +176,7 @@ def prune(folder: Path, keep: Collection[Path], note: Callable[[str], None]) -> 
     return len(sets) - len(in_use) + sum(_remove(path, note) for path in sorted(packs))
 
 
-def _remove(path: Path, note: Callable[[str], None]) -> bool:
+def _remove(path: Path, note: Note) -> bool:
     size, lock = format_size([path]), lock_cache(path, exclusive=True)
     if lock is None and any((path / name).is_file() for name in _LOCKED):
         note(f"{path} is kept: a process reads it, or it cannot be written to")
@@ -201,7 +200,7 @@ def _list_entries(folder: Path) -> list[Path]:
         for path in folder.iterdir()
         if path in packs
         or path.name.startswith(_REMOVED)
-        or any((path / name).is_file() for name in (*_LOCKED, _FACTS))
+        or any((path / name).is_file() for name in (*_LOCKED, *_EARLIER))
     )
 
 

@@ -16,7 +16,6 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.capabilities import ChecksHealth
 from kineograph.core.config import BlockCount, Positive, StageConfig
@@ -24,7 +23,7 @@ from kineograph.core.errors import ConfigError
 from kineograph.core.health import LOSS_FALLS, Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
-from kineograph.nn.codebook_use import codebook_histogram, codebook_usage
+from kineograph.nn.codebook_use import describe_codes
 from kineograph.nn.norms import norm_layer
 from kineograph.nn.quantizers import FSQConfig, Quantized, QuantizerConfig, build_quantizer, full_precision
 
@@ -192,7 +191,7 @@ class AudioCodec(Task, ChecksHealth):
         total = total + shared.quantized.loss * count
         terms["quantizer"] = shared.quantized.loss * count
         means = {name: Mean(value, count) for name, value in terms.items()}
-        return Loss(Mean(total, count), means | self._describe_codes(shared, count))
+        return Loss(Mean(total, count), means | describe_codes(shared.quantized.ids, self.vocabulary, count))
 
     def _compute_terms(self, shared: SoundReconstruction) -> dict[str, Tensor]:
         """Sums over frames."""
@@ -204,11 +203,6 @@ class AudioCodec(Task, ChecksHealth):
             terms["spectral"] = (spectral_distance(shared.fake, shared.real) * shared.keep.sum(1)).sum()
         return terms
 
-    def _describe_codes(self, shared: SoundReconstruction, count: Tensor, spare: bool = False) -> dict[str, Mean]:
-        counts = codebook_histogram(shared.quantized.ids, self.vocabulary)
-        usage = codebook_usage(distributed.all_reduce_(torch.zeros_like(counts) if spare else counts))
-        return {f"codes/{name}": Mean(value * count, count) for name, value in usage.items()}
-
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         """`snr`: decibels of the sound above the error, a mean over clips."""
         shared = self(batch, noise)
@@ -217,7 +211,8 @@ class AudioCodec(Task, ChecksHealth):
         power, error = (value.square().flatten(1).sum(1) for value in (shared.real, shared.fake - shared.real))
         snr = 10 * torch.log10(power.clamp_min(1e-8) / error.clamp_min(1e-8))
         means = {name: Mean(value, count) for name, value in {"loss": loss, **terms}.items()}
-        return means | {"snr": Mean(snr.sum(), len(snr))} | self._describe_codes(shared, count, batch.spare)
+        codes = describe_codes(shared.quantized.ids, self.vocabulary, count, spare=batch.spare)
+        return means | {"snr": Mean(snr.sum(), len(snr))} | codes
 
     def health_limits(self) -> tuple[Limit, ...]:
         remedy = "Lower train.lr, lengthen train.warmup or train for more steps."

@@ -30,7 +30,7 @@ from kineograph.core.batch import Batch, weigh_positions
 from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Mean
-from kineograph.nn.codebook_use import codebook_histogram, codebook_usage
+from kineograph.nn.codebook_use import describe_codes
 from kineograph.nn.quantizers import Quantized, straight_through
 
 DiscriminatorFn = Callable[[Tensor, int, Tensor], Tensor]
@@ -317,16 +317,12 @@ def frame_shares(batch: Batch, frames: int) -> Tensor | None:
 def _codebook_metrics(
     shared: Reconstruction, codes: int | None, training: bool = True, spare: bool = False
 ) -> dict[str, Mean]:
-    """Codebook use of this batch, over all processes. For a whole set, add up codebook_histogram: its use is not the mean of these."""
     if shared.quantized is None or codes is None:
         return {}
-    ids = shared.quantized.ids
-    if shared.rows is not None:
-        ids = ids.masked_fill(~shared.rows[:, None, None], codes)  # padding has a bin of its own
-    counts = codebook_histogram(ids, codes + 1)[:codes]
-    usage = codebook_usage(distributed.all_reduce_(torch.zeros_like(counts) if spare else counts))
-    metrics = shared.quantized.metrics if training else {}
-    return {f"codes/{name}": Mean(value * shared.count, shared.count) for name, value in (metrics | usage).items()}
+    keep = None if shared.rows is None else shared.rows[:, None, None]
+    extra = shared.quantized.metrics if training else {}
+    metrics = {f"codes/{name}": Mean(value * shared.count, shared.count) for name, value in extra.items()}
+    return metrics | describe_codes(shared.quantized.ids, codes, shared.count, keep, spare)
 
 
 # Selection of frames -----------------------------------------------------------------------------------------------

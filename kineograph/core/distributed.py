@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kineograph.core.errors import InputError
+from kineograph.core.notes import Note
 from kineograph.core.text_file import parse_json
 
 _alone = False
@@ -237,7 +238,7 @@ def print_note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def on_first_rank(note: Callable[[str], None]) -> Callable[[str], None]:
+def on_first_rank(note: Note) -> Note:
     """`note`, called on the first rank only."""
 
     def note_if_first(line: str) -> None:

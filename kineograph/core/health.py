@@ -66,9 +66,9 @@ class Limit:
 
     def check(self, values: Mapping[str, Any]) -> Finding | None:
         """The finding, if `values` are beyond the limit. A number that is missing or not finite is not judged."""
-        value, words = _to_float(values.get(self.metric)), ""
+        value, words = to_float(values.get(self.metric)), ""
         if self.share_of is not None:
-            whole = _to_float(values.get(self.share_of))
+            whole = to_float(values.get(self.share_of))
             words = f" of {self.share_of} ({whole:.4g})"
             value = value / whole if whole > 0 else math.nan
         bound = None
@@ -87,7 +87,7 @@ class Limit:
         return not self.logs and any(not name.startswith("train/") for name in names)
 
 
-def _to_float(value: Any) -> float:
+def to_float(value: Any) -> float:
     """Null in metrics.jsonl is a number that was not finite."""
     return float(value) if isinstance(value, int | float) else math.nan
 

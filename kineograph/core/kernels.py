@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from kineograph.core.errors import InputError
+from kineograph.core.notes import Note
 from kineograph.core.safe_unpickle import check_hash
 from kineograph.core.weight_cache import cache_folder
 from kineograph.core.wheel_file import WheelFile
@@ -119,7 +120,7 @@ def _file(wheel: WheelFile) -> Path:
     return _folder() / Path(wheel.member).name
 
 
-def fetch_libraries(files: Sequence[Path], note: Callable[[str], None]) -> tuple[Path, str]:
+def fetch_libraries(files: Sequence[Path], note: Note) -> tuple[Path, str]:
     """Put both libraries into the cache, whole or not at all, from the user's wheels or from pip. → the kernels' file and its hash."""
     folder = _folder()
     if files or describe_state() != LIBRARY.sha256[:12]:
@@ -134,7 +135,7 @@ def fetch_libraries(files: Sequence[Path], note: Callable[[str], None]) -> tuple
     return _file(LIBRARY), LIBRARY.sha256
 
 
-def _extract_library(wheel: WheelFile, files: Sequence[Path], folder: Path, note: Callable[[str], None]) -> Path:
+def _extract_library(wheel: WheelFile, files: Sequence[Path], folder: Path, note: Note) -> Path:
     if not files:
         note(f"{NAME}: fetching the package {wheel} with pip")
         try:

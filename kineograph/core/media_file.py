@@ -1,4 +1,4 @@
-"""Opens images and videos that strangers made: by allow-lists of formats, and within limits on pixels, frames, bytes and seconds."""
+"""Opens untrusted images and videos: allow-lists of formats, and limits on pixels, frames, bytes and seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kineograph.core.errors import Unreadable
 
 # Pillow's other decoders start programs (EPS), read further files (FITS, WMF) or are rarely tested.
 IMAGE_FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF")
-# dav1d and OpenJPEG, which browsers run on files of strangers too; Pillow may be built without them.
+# dav1d and OpenJPEG, which browsers run on untrusted files too; Pillow may be built without them.
 if "avif" in features.modules and features.check_module("avif"):
     IMAGE_FORMATS += ("AVIF",)
 if features.check_codec("jpg_2000"):

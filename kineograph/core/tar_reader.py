@@ -1,4 +1,4 @@
-"""Reads tar archives that strangers made: regular files only, in one pass, in time linear in their size.
+"""Reads untrusted tar archives: regular files only, in one pass, in time linear in their size.
 
 Python's tarfile loops for ever on a negative size and on a cut-off sparse map, its patterns take quadratic time, it reads
 a long name of any size into memory, and each extra header nests its calls. A guard around it would replace five of its

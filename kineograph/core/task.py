@@ -13,6 +13,7 @@ from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
+from kineograph.core.notes import Note
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T", bound="Task")
@@ -53,7 +54,7 @@ class BuildContext:
     captions: Callable[[], list[str]] = list
     assets: dict[str, str] = field(default_factory=dict)
     # Writes a line to the log.
-    note: Callable[[str], None] = print
+    note: Note = print
     # The stage's name: the key of its noise where several stages draw for one picture.
     name: str = ""
     # False: the stage is loaded to encode, draw or be evaluated, and networks of its losses may be missing.

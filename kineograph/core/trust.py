@@ -2,7 +2,7 @@
 
 A config can name code: a Task, Dataset or metric by its dotted path, and a command in `data.shards` (pipe:COMMAND). What
 stands on the command line, in a named YAML file or in a Python call is typed here. A run folder and a checkpoint may come
-from a stranger, so theirs runs only if the same text was typed or trusted here before, or with --trust.
+from elsewhere, so theirs runs only if the same text was typed or trusted here before, or with --trust.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 from kineograph.core import distributed, kernels
 from kineograph.core.distributed import World
 from kineograph.core.memory import main_memory
+from kineograph.core.notes import Note
 from kineograph.doctor import machine
 from kineograph.doctor.estimate import MAX_MEMORY_SHARE, Estimate, count_data_ranks, estimate_stage
 from kineograph.doctor.sharded_memory import count_shards
@@ -28,7 +29,7 @@ _LABEL_WIDTH = 14
 # The machine -----------------------------------------------------------------------------------------------------
 
 
-def report_environment(out: Callable[[str], None]) -> None:
+def report_environment(out: Note) -> None:
     """Print versions, devices, free memory and packages."""
     from kineograph import __version__
 
@@ -74,7 +75,7 @@ START = Cursor()
 def report_plan(
     plan: Plan,
     data: dict[str, StageData],
-    out: Callable[[str], None],
+    out: Note,
     world: World,
     memory: int | None = None,
     saved: Mapping[str, Cursor] | None = None,
@@ -256,7 +257,7 @@ def _describe_speed(estimate: Estimate, line: Callable[[str, str], None], cursor
 # Formatting ------------------------------------------------------------------------------------------------------
 
 
-def _make_line_writer(out: Callable[[str], None]) -> Callable[[str, str], None]:
+def _make_line_writer(out: Note) -> Callable[[str, str], None]:
     return lambda label, text: out(f"  {label:<{_LABEL_WIDTH}}{text}")
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from kineograph.core import distributed
+from kineograph.core.notes import Note, discard
 from kineograph.core.task import Task
 from kineograph.doctor.machine import peak_flops
 from kineograph.doctor.speed import read_two_batches
@@ -20,7 +19,7 @@ from kineograph.train.step_timer import StepFlops
 
 
 def count_step_flops(
-    plan: Plan, stage: StagePlan, task: Task, data: StageData, device: torch.device, note: Callable[[str], None]
+    plan: Plan, stage: StagePlan, task: Task, data: StageData, device: torch.device, note: Note
 ) -> StepFlops | None:
     """Count the FLOPs of a step; None if they are not logged (a CPU without `train.peak_tflops`, other ranks) or differ (buckets)."""
     train = stage.train
@@ -36,7 +35,7 @@ def count_step_flops(
         # Training must draw the same random numbers with and without this.
         with torch.random.fork_rng(devices=[]), distributed.single_process():
             (sample, _), _ = read_two_batches(data, min(READ, rows))
-            builder = PlanBuilder(plan, {stage.name: data}, lambda line: None, {stage.name: task.assets()})
+            builder = PlanBuilder(plan, {stage.name: data}, discard, {stage.name: task.assets()})
             trace = trace_step(builder, stage, plain, precision, sample, rows)
     except Exception as error:  # a Task that reads tensor values, which fake tensors do not have
         note(

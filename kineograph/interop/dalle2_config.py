@@ -1,4 +1,4 @@
-"""The JSON of DALLE2-pytorch's train_decoder or train_diffusion_prior → Kineograph's YAML, said key by key."""
+"""The JSON of DALLE2-pytorch's train_decoder or train_diffusion_prior → Kineograph's YAML, key by key."""
 
 from __future__ import annotations
 
@@ -65,36 +65,36 @@ def _translate_decoder(tree: Tree, path: Path) -> KeyTranslation:
         raise InputError(f"{path}: decoder.unets must list the U-Nets, smallest first")
     filled = [merge(UNET_DEFAULTS, unet) for unet in unets]
     keys = KeyTranslation(merge(DECODER_DEFAULTS, merge(tree, {"decoder": {"unets": filled}})))
-    sizes = _image_sizes(keys, len(unets), path)
+    sizes = _read_image_sizes(keys, len(unets), path)
     names = ["decoder"] if len(sizes) == 1 else [f"decoder_{size}" for size in sizes]
     if len(set(names)) < len(names):
         raise InputError(f"{path}: decoder.image_sizes={sizes} repeats a size: give each U-Net its own")
     keys.put("data", {"source": "webdataset"})
     keys.put("data.size", max(sizes))
-    _metrics(keys)
-    _shard_numbers(keys)
+    _translate_metrics(keys)
+    _remark_end_shard(keys)
     keys.move_all(DECODER_ROWS)
-    _batch(keys)
-    _epochs(keys)
-    _crops(keys)
-    _tracker(keys)
-    clip = _clip(keys, "decoder.clip")
+    _translate_batch(keys)
+    _translate_epochs(keys)
+    _translate_crops(keys)
+    _translate_tracker(keys)
+    clip = _translate_clip(keys, "decoder.clip")
     for index, (name, size) in enumerate(zip(names, sizes)):
         unet = Part(keys, f"decoder.unets.{index}", f"stages.{name}")
         unet.put("", {"task": "dalle2", "size": size})
         if index:
             unet.put("", {"low_res": names[index - 1], "low_res_size": sizes[index - 1]})
         unet.move_all(UNET)
-        _conditions(unet, clip)
-        _levels(unet)
+        _translate_conditions(unet, clip)
+        _set_cross_attention(unet)
     for key, ours, convert in PER_UNET:
-        _spread(keys, key, ours, convert, names)
-    _schedules(keys, names)
-    _low_resolution(keys, names)
+        _move_each(keys, key, ours, convert, names)
+    _translate_schedules(keys, names)
+    _translate_blur(keys, names)
     return keys
 
 
-def _image_sizes(keys: KeyTranslation, unets: int, path: Path) -> list[int]:
+def _read_image_sizes(keys: KeyTranslation, unets: int, path: Path) -> list[int]:
     one, several = keys.take("decoder.image_size", count), keys.take("decoder.image_sizes", counts)
     sizes = several if several else [one] if one is not None else []
     if len(sizes) != unets:
@@ -102,7 +102,7 @@ def _image_sizes(keys: KeyTranslation, unets: int, path: Path) -> list[int]:
     return sizes
 
 
-def _spread(keys: KeyTranslation, key: str, ours: str, convert: Convert, names: list[str]) -> None:
+def _move_each(keys: KeyTranslation, key: str, ours: str, convert: Convert, names: list[str]) -> None:
     """One value for all U-Nets, or a list of one each; a shorter list leaves the rest at our default."""
 
     def each(value: Any) -> list[Any]:
@@ -120,7 +120,7 @@ def _spread(keys: KeyTranslation, key: str, ours: str, convert: Convert, names: 
     keys.moved[key] = f"stages.*.{ours}"
 
 
-def _clip(keys: KeyTranslation, section: str) -> Tree | None:
+def _translate_clip(keys: KeyTranslation, section: str) -> Tree | None:
     """The CLIP that embeds pictures and captions; None: the config names none."""
     keys.take(section, only(None))
     if not any(key.startswith(f"{section}.") for key in keys.left):
@@ -136,7 +136,7 @@ def _clip(keys: KeyTranslation, section: str) -> Tree | None:
     return {"kind": "transformers", "name": CLIP_FOLDER}
 
 
-def _conditions(unet: Part, clip: Tree | None) -> None:
+def _translate_conditions(unet: Part, clip: Tree | None) -> None:
     """How image embeddings and text enter a U-Net."""
     width, text_width = unet.take("image_embed_dim", count), unet.take("text_embed_dim", count)
     tokens, time = unet.take("cond_on_image_embeds", flag), unet.take("add_image_embeds_to_time", flag)
@@ -161,7 +161,7 @@ def _conditions(unet: Part, clip: Tree | None) -> None:
     unet.note_moved("image_embed_dim", ".clip.width")
 
 
-def _levels(unet: Part) -> None:
+def _set_cross_attention(unet: Part) -> None:
     """Cross-attention is at every level but the finest there; here it follows self-attention unless it is set."""
     levels = len(unet.get(".multipliers") or [])
     reads_tokens = unet.get(".image_embeds") in ("tokens", "both") or unet.get(".clip_text")
@@ -169,7 +169,7 @@ def _levels(unet: Part) -> None:
         unet.put(".cross_attention", [level > 0 for level in range(levels)])
 
 
-def _schedules(keys: KeyTranslation, names: list[str]) -> None:
+def _translate_schedules(keys: KeyTranslation, names: list[str]) -> None:
     """Their defaults: cosine, and linear for the largest U-Net of a cascade. Fewer steps than trained are DDIM's."""
     default = ["cosine"] * max(len(names) - 1, 1) + ["linear"] * (len(names) > 1)
     if keys.left.get("decoder.beta_schedule") is None:
@@ -177,8 +177,8 @@ def _schedules(keys: KeyTranslation, names: list[str]) -> None:
         for name, schedule in zip(names, default):
             keys.put(f"stages.{name}.diffusion.schedule", schedule)
     else:
-        _spread(keys, "decoder.beta_schedule", "diffusion.schedule", SCHEDULES, names)
-    _spread(keys, "decoder.sample_timesteps", "sample.steps", count, names)
+        _move_each(keys, "decoder.beta_schedule", "diffusion.schedule", SCHEDULES, names)
+    _move_each(keys, "decoder.sample_timesteps", "sample.steps", count, names)
     eta = keys.take("decoder.ddim_sampling_eta", number)
     for name in names:
         steps = keys.get(f"stages.{name}.sample.steps")
@@ -191,10 +191,10 @@ def _schedules(keys: KeyTranslation, names: list[str]) -> None:
         if gamma:
             keys.put(f"stages.{name}.diffusion.weighting", "p2")
     for key, objective in {"predict_x_start": "x0", "predict_v": "v"}.items():
-        _spread(keys, f"decoder.{key}", "diffusion.objective", choose({True: objective, False: None}), names)
+        _move_each(keys, f"decoder.{key}", "diffusion.objective", choose({True: objective, False: None}), names)
 
 
-def _low_resolution(keys: KeyTranslation, names: list[str]) -> None:
+def _translate_blur(keys: KeyTranslation, names: list[str]) -> None:
     blur, probability = keys.take("decoder.use_blur_for_lowres_cond", flag), keys.take("decoder.blur_prob", number)
     sigma = keys.take("decoder.blur_sigma", number)
     for name in names[1:]:
@@ -204,7 +204,7 @@ def _low_resolution(keys: KeyTranslation, names: list[str]) -> None:
     keys.take("decoder.use_noise_for_lowres_cond", only(False, [False] * max(len(names) - 1, 0)))
 
 
-def _shard_numbers(keys: KeyTranslation) -> None:
+def _remark_end_shard(keys: KeyTranslation) -> None:
     if keys.take("data.end_shard", equal(9999999)) is not None:
         keys.remark("data.end_shard=9999999 stands for all shards there: set data.end_shard to the last number")
 
@@ -212,7 +212,7 @@ def _shard_numbers(keys: KeyTranslation) -> None:
 # Both --------------------------------------------------------------------------------------------------------------
 
 
-def _batch(keys: KeyTranslation) -> None:
+def _translate_batch(keys: KeyTranslation) -> None:
     size = keys.move("data.batch_size", "train.batch_size", count)
     if size is not None:
         keys.remark(
@@ -220,7 +220,7 @@ def _batch(keys: KeyTranslation) -> None:
         )
 
 
-def _epochs(keys: KeyTranslation) -> None:
+def _translate_epochs(keys: KeyTranslation) -> None:
     """Their epochs have epoch_samples samples; without that, all of them."""
     samples, epochs = keys.get("train.epoch_samples"), keys.take("train.epochs", count)
     if epochs is None:
@@ -238,7 +238,7 @@ def _epochs(keys: KeyTranslation) -> None:
             keys.remark("streams have no epochs: replace train.epochs by train.steps, or set train.epoch_samples there")
 
 
-def _crops(keys: KeyTranslation) -> None:
+def _translate_crops(keys: KeyTranslation) -> None:
     """torchvision's transforms."""
     start = "data.preprocessing"
     crop = f"{start}.RandomResizedCrop"
@@ -261,7 +261,7 @@ def _crops(keys: KeyTranslation) -> None:
     keys.take(f"{start}.ToTensor", only(True, {}))
 
 
-def _metrics(keys: KeyTranslation) -> None:
+def _translate_metrics(keys: KeyTranslation) -> None:
     wanted = []
     for theirs, ours in METRICS.items():
         if any(key == f"evaluate.{theirs}" or key.startswith(f"evaluate.{theirs}.") for key in keys.left):
@@ -275,7 +275,7 @@ def _metrics(keys: KeyTranslation) -> None:
         keys.put("train.metrics", wanted)
 
 
-def _tracker(keys: KeyTranslation) -> None:
+def _translate_tracker(keys: KeyTranslation) -> None:
     """Logs, and where checkpoints go. Ours are always in the run folder, the newest and the best."""
     log = keys.take("tracker.log.log_type", choose({"console": [], "wandb": ["wandb"]}))
     if log is not None:
@@ -315,7 +315,7 @@ def _translate_prior(tree: Tree) -> KeyTranslation:
     prior = Part(keys, "prior", "stages.prior")
     prior.put("", {"task": "dalle2.prior"})
     prior.put("data.source", "clip_retrieval")
-    clip = _clip(keys, "prior.clip")
+    clip = _translate_clip(keys, "prior.clip")
     reads_text = prior.take("condition_on_text_encodings", flag)
     width = prior.take("image_embed_dim", count) or keys.left.get("prior.net.dim")
     prior.put(".text_encodings", bool(reads_text))
@@ -329,8 +329,8 @@ def _translate_prior(tree: Tree) -> KeyTranslation:
     prior.put(".diffusion.objective", "eps" if objective is False else "x0")
     if prior.get(".sample.steps") is None:
         prior.put(".sample", {"steps": prior.get(".diffusion.steps") or 1000, "solver": "ddpm"})
-    _batch(keys)
-    _tracker(keys)
+    _translate_batch(keys)
+    _translate_tracker(keys)
     points, epochs = keys.take("data.num_data_points", count), keys.take("train.epochs", count)
     if points is not None:
         steps = max(1, round(points * (epochs or 1) / (keys.get("train.batch_size") or 1)))

@@ -39,11 +39,11 @@ PRIOR_DEFAULTS: Tree = {
 }
 
 
-def _levels(value: Any) -> Any:
+def _read_levels(value: Any) -> Any:
     return flag(value) if isinstance(value, bool) else [flag(part) for part in value]
 
 
-def _blocks(value: Any) -> Any:
+def _read_blocks(value: Any) -> Any:
     return [count(value)] if isinstance(value, (int, float)) else counts(value)
 
 
@@ -92,8 +92,8 @@ DECODER_ROWS: list[Row] = [
 UNET: list[Row] = [
     ("dim", ".width", count),
     ("dim_mults", ".multipliers", counts),
-    ("num_resnet_blocks", ".blocks", _blocks),
-    ("self_attn", ".self_attention", _levels),
+    ("num_resnet_blocks", ".blocks", _read_blocks),
+    ("self_attn", ".self_attention", _read_levels),
     ("attn_dim_head", ".head_width", count),
     ("attend_at_middle", ".middle_attention", flag),
     ("num_image_tokens", ".image_tokens", count),

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from kineograph.codec.causal_vae_weights import CLASS as VAE
 from kineograph.codec.causal_vae_weights import config_to_diffusers, weights_to_diffusers
 from kineograph.core.atomic_folder import check_unoccupied, write_atomically
 from kineograph.core.errors import InputError
+from kineograph.core.notes import Note, discard
 from kineograph.core.run_folder import RunFolder, write_json
 from kineograph.core.weight_files import DIFFUSERS_STEM, write_weights
 from kineograph.family.cogvideox.diffusers_weights import CLASS as TRANSFORMER
@@ -37,7 +38,6 @@ from kineograph.stage.load import StageLoader
 from kineograph.text.pretrained import find_tokenizer
 from kineograph.train import checkpoint
 
-Note = Callable[[str], None]
 TARGETS = ("diffusers", "safetensors")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TOKENIZER_FILES = (
@@ -66,7 +66,7 @@ def export_diffusers(
     online: bool = False,
     lora: bool = False,
     dtype: str | None = None,
-    note: Note = lambda line: None,
+    note: Note = discard,
 ) -> list[Path]:
     """Export the last CogVideoX stage as a pipeline folder, or its adapters as a LoRA file. → the files"""
     check_unoccupied(target)
@@ -209,7 +209,7 @@ def export_safetensors(
     target: Path,
     which: str = "last",
     online: bool = False,
-    note: Note = lambda line: None,
+    note: Note = discard,
 ) -> list[Path]:
     """Export every trained stage. → the files"""
     check_unoccupied(target)

@@ -9,7 +9,7 @@ Tensors keep the precision of the folder. With `link` or a LoRA file nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from kineograph.core.batch import Shape
 from kineograph.core.config import Tree, parse
 from kineograph.core.config_file import dump_yaml
 from kineograph.core.errors import InputError
+from kineograph.core.notes import Note, discard
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import parse_json
 from kineograph.core.weight_files import WeightFiles, check_shapes, check_weight
@@ -41,7 +42,6 @@ WEIGHTS = ("diffusers", "sat")
 SOURCES = (*WEIGHTS, "sat-config", "dalle2-config", *trainer_config.PACKAGES)
 CODEC, GENERATOR = "vae", "generator"
 CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-Note = Callable[[str], None]
 STEP = 1  # imported stages are stages of one step, done
 
 
@@ -80,7 +80,7 @@ def import_run(
     run: Path | None = None,
     link: bool = False,
     lora: Path | None = None,
-    note: Note = lambda line: None,
+    note: Note = discard,
 ) -> Path:
     """→ the run folder"""
     if source == "sat" and (link or lora is not None):

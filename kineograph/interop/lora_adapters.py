@@ -7,7 +7,6 @@ exported file also describes the whole transformer and its weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
+from kineograph.core.notes import Note
 from kineograph.core.text_file import parse_json
 from kineograph.family.cogvideox import tuning
 from kineograph.family.cogvideox.diffusers_weights import (
@@ -122,7 +122,7 @@ def describe_base(task: CogVideoX) -> dict[str, str]:
     return {KEY: json.dumps({"shape": describe_shape(task.network), "weights": weights}, sort_keys=True)}
 
 
-def check_base(file: Path, network: Transformer, folder: str, digest: str, note: Callable[[str], None]) -> None:
+def check_base(file: Path, network: Transformer, folder: str, digest: str, note: Note) -> None:
     """Refuse a LoRA file for a transformer of another shape than that of `folder`; warn if only the weights differ.
 
     Files without our header pass: only the shapes of their matrices are known.

@@ -57,17 +57,17 @@ class _Translator:
         self.keys.move_all(TABLE)
         for key, name in CLASSES.items():
             self.take(key, class_name(name))
-        self._intervals()
-        self._learning_rate()
-        self._batch()
-        self._precision()
-        self._split()
+        self._translate_intervals()
+        self._translate_learning_rate()
+        self._translate_batch()
+        self._translate_precision()
+        self._translate_split()
         self._load_weights(has_model)
         if has_model:
-            self._network()
-            self._codec()
-            self._diffusion()
-            self._lora()
+            self._translate_network()
+            self._translate_codec()
+            self._translate_diffusion()
+            self._translate_lora()
             self._name_shape()
             self.put("train.ema.decay", 0)  # SAT trains CogVideoX without EMA
         if self.get("data.folder"):
@@ -75,7 +75,7 @@ class _Translator:
 
     # training --------------------------------------------------------------------------------------------------------
 
-    def _intervals(self) -> None:
+    def _translate_intervals(self) -> None:
         every = self.take("args.eval_interval", count)
         if every is not None:  # SAT samples when it validates, as MP4
             self.put("train", {"validate_every": every, "sample_every": every, "format": "mp4"})
@@ -83,7 +83,7 @@ class _Translator:
         if rounds is not None:
             self.put("train.validation_samples", rounds * (size or 1))
 
-    def _learning_rate(self) -> None:
+    def _translate_learning_rate(self) -> None:
         """Write out SAT's defaults, which differ from ours: linear decay after a warm-up of 1 % of the steps.
 
         Its fine-tuning begins with 100 steps at a twentieth of the rate.
@@ -110,7 +110,7 @@ class _Translator:
             )
         self.put("train.warmup", warmup)
 
-    def _batch(self) -> None:
+    def _translate_batch(self) -> None:
         """SAT's batch size is a GPU's micro-batch; ours is global, and divided by accumulate."""
         micro = self.take("deepspeed.train_micro_batch_size_per_gpu", count)
         plain = self.take("args.batch_size", count)
@@ -124,13 +124,13 @@ class _Translator:
                 f"train.batch_size={micro * steps} is {micro} × {steps} for one GPU; it is global: multiply it by the number of GPUs"
             )
 
-    def _precision(self) -> None:
+    def _translate_precision(self) -> None:
         for name in ("bf16", "fp16"):
             flags = [self.take(f"deepspeed.{name}.enabled", flag), self.take(f"args.{name}", flag)]
             if any(flags):
                 self.put("train.precision", name)
 
-    def _split(self) -> None:
+    def _translate_split(self) -> None:
         def shares(value: Any) -> list[float]:
             parts = [float(part) for part in str(value).split(",")]
             if len(parts) != 3 or min(parts) < 0 or not sum(parts):
@@ -160,7 +160,7 @@ class _Translator:
 
     # model -----------------------------------------------------------------------------------------------------------
 
-    def _network(self) -> None:
+    def _translate_network(self) -> None:
         width, heads = self.take(f"{NET}.hidden_size", count), self.get(f"{STAGE}.heads")
         if width is not None and heads:
             self.put(f"{STAGE}.head_width", width // heads)
@@ -173,9 +173,9 @@ class _Translator:
             self.put(f"{STAGE}.first_frame", True)
         if self.take(f"{NET}.ofs_embed_dim", count):
             self.put(f"{STAGE}.ofs", True)
-        self._positions(patch_in_time=patch is not None and patch[0] > 1)
+        self._translate_positions(patch_in_time=patch is not None and patch[0] > 1)
 
-    def _positions(self, patch_in_time: bool) -> None:
+    def _translate_positions(self, patch_in_time: bool) -> None:
         kind = self.take(f"{MODULES}.pos_embed_config.target", class_name("Basic3DPositionEmbeddingMixin", "Rotary3DPositionEmbeddingMixin"))  # fmt: skip
         params = f"{MODULES}.pos_embed_config.params"
         height, width = (self.take(f"{NET}.latent_{side}", count) for side in ("height", "width"))
@@ -203,7 +203,7 @@ class _Translator:
             if patch_in_time:
                 self.put(f"{STAGE}.grid", "slice")
 
-    def _codec(self) -> None:
+    def _translate_codec(self) -> None:
         """The VAE comes with the weights: its keys need no translation where they describe the released one."""
         fixed = {
             "ch": 128, "ch_mult": [1, 2, 2, 4], "z_channels": 16, "num_res_blocks": 3, "double_z": True, "in_channels": 3, "out_ch": 3,
@@ -214,7 +214,7 @@ class _Translator:
                 self.take(f"{VAE}.{part}_config.params.{key}", equal(value))
         self.take(f"{VAE}.ignore_keys", equal(["loss"]))
 
-    def _diffusion(self) -> None:
+    def _translate_diffusion(self) -> None:
         shifts: list[float] = []
         for place in DISCRETIZATIONS:
             kind = self.take(f"{place}.target", class_name("ZeroSNRDDPMDiscretization"))
@@ -236,7 +236,7 @@ class _Translator:
         steps = self.get(f"{STAGE}.sample.steps")
         self.take(f"{DRAW}.guider_config.params.num_steps", equal(steps))
 
-    def _lora(self) -> None:
+    def _translate_lora(self) -> None:
         rank = self.take(f"{LORA}.r", count)
         frozen = self.take("model.not_trainable_prefixes", equal(["all"]))
         if rank is None:

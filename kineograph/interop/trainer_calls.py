@@ -40,9 +40,9 @@ def _read_mapping(path: Path, known: Mapping[str, Collection[str]]) -> list[Call
     """{"CViViT": {"dim": 512}, "CViViTTrainer": {…}}; or the keywords of one call."""
     tree = load_file(path)
     if tree and all(isinstance(value, dict) for value in tree.values()) and tree.keys() & known.keys():
-        strangers = sorted(tree.keys() - known.keys())
-        if strangers:
-            raise InputError(f"{path}: unknown class {strangers[0]}: use {', '.join(known)}")
+        unknown = sorted(tree.keys() - known.keys())
+        if unknown:
+            raise InputError(f"{path}: unknown class {unknown[0]}: use {', '.join(known)}")
         return [Call(name, dict(keywords)) for name, keywords in tree.items()]
     matches = {name: len(tree.keys() & set(keywords)) for name, keywords in known.items()}
     best = max(matches.values(), default=0)
@@ -107,14 +107,14 @@ class _Finder(ast.NodeVisitor):
         arguments = [(str(index), value) for index, value in enumerate(node.args)]
         arguments += [(keyword.arg or "**", keyword.value) for keyword in node.keywords]
         for key, value in arguments:
-            inner = self._part(value)
+            inner = self._name_part(value)
             if inner is not None:
                 call.parts[key] = inner
             else:
                 call.keywords[key] = self._evaluate(value)
         self.calls.append(call)
 
-    def _part(self, node: ast.expr) -> str | None:
+    def _name_part(self, node: ast.expr) -> str | None:
         """The variable of another call; an inner call gets a name of its own."""
         if isinstance(node, ast.Name) and any(call.variable == node.id for call in self.calls):
             return node.id

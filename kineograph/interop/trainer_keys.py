@@ -9,7 +9,7 @@ from kineograph.interop.key_translation import Row, choose, count, flag, number,
 T5 = "google/t5-v1_1-base"
 
 
-def _size(value: Any) -> Any:
+def _read_size(value: Any) -> Any:
     return [count(side) for side in value] if isinstance(value, list) else count(value)
 
 
@@ -17,7 +17,7 @@ L2 = choose({True: "l2", False: "l1"})
 CODEC_TRAINER: list[Row] = [
     ("num_train_steps", ".train.steps", count),
     ("folder", "data.folder", text),
-    ("image_size", "data.size", _size),
+    ("image_size", "data.size", _read_size),
     ("lr", ".train.lr", number),
     ("wd", ".train.weight_decay", number),
     ("max_grad_norm", ".players.generator.clip", number),
@@ -35,9 +35,9 @@ CODEC_TRAINER: list[Row] = [
 CVIVIT: list[Row] = [
     ("dim", ".width", count),
     ("heads", ".heads", count),
-    ("image_size", "data.size", _size),
+    ("image_size", "data.size", _read_size),
     ("channels", "data.channels", count),
-    ("patch_size", ".patch", _size),
+    ("patch_size", ".patch", _read_size),
     ("temporal_patch_size", ".temporal_patch", count),
     ("spatial_depth", ".spatial_depth", count),
     ("temporal_depth", ".temporal_depth", count),
@@ -75,7 +75,7 @@ PHENAKI_TRAINER: list[Row] = [
 ]
 NUWA_VAE: list[Row] = [
     ("dim", ".width", count),
-    ("image_size", "data.size", _size),
+    ("image_size", "data.size", _read_size),
     ("channels", "data.channels", count),
     ("l2_recon_loss", ".loss", L2),
     ("use_attn", ".attention", flag),
@@ -91,7 +91,7 @@ NUWA: list[Row] = [
     ("dim", ".width", count),
     ("dec_depth", ".depth", count),
     ("dec_heads", ".heads", count),
-    ("image_size", "data.size", _size),
+    ("image_size", "data.size", _read_size),
     ("max_video_frames", "data.frames", count),
     ("embed_gradient_frac", ".embedding_gradient", number),
     ("shift_video_tokens", ".token_shift", flag),
@@ -127,39 +127,39 @@ MUSE_TRANSFORMER: list[Row] = [
     ("flash", None, only(True, False)),
 ]
 MUSE_MASKGIT: list[Row] = [
-    ("image_size", ".data.size", _size),
+    ("image_size", ".data.size", _read_size),
     ("cond_drop_prob", ".caption_dropout", number),
 ]
 # Parts of other calls, and what a trainer makes itself.
 _PARTS = ("vae", "cvivit", "maskgit", "critic", "phenaki", "nuwa", "transformer", "cond_vae", "base", "superres", "token_critic")  # fmt: skip
 _EMA = ("use_ema", "ema_beta", "results_folder", "batch_size", "grad_accum_every", "train_on_images", "num_frames", "accelerate_kwargs")  # fmt: skip
-_GAME = ("use_vgg_and_gan", "use_hinge_loss", "lookup_free_quantization", "codebook_size", "attn_dropout", "ff_dropout", "dim_head")  # fmt: skip
+_GAN = ("use_vgg_and_gan", "use_hinge_loss", "lookup_free_quantization", "codebook_size", "attn_dropout", "ff_dropout", "dim_head")  # fmt: skip
 
 
-def _keywords(rows: list[Row], *more: str) -> frozenset[str]:
+def _list_keywords(rows: list[Row], *more: str) -> frozenset[str]:
     return frozenset({theirs.partition(".")[0] for theirs, *_ in rows} | {*more, *_PARTS})
 
 
 CLASSES: dict[str, dict[str, frozenset[str]]] = {
     "phenaki": {
-        "CViViT": _keywords(CVIVIT, *_GAME, "discr_base_dim"),
-        "CViViTTrainer": _keywords(CODEC_TRAINER, *_EMA),
-        "MaskGit": _keywords(MASKGIT, "num_tokens", "max_seq_len", "unconditional", "dim_head"),
+        "CViViT": _list_keywords(CVIVIT, *_GAN, "discr_base_dim"),
+        "CViViTTrainer": _list_keywords(CODEC_TRAINER, *_EMA),
+        "MaskGit": _list_keywords(MASKGIT, "num_tokens", "max_seq_len", "unconditional", "dim_head"),
         "TokenCritic": frozenset({"has_cross_attn"}),
-        "Phenaki": _keywords(PHENAKI, "max_text_len", "t5_name", "self_token_critic", "critic_loss_weight"),
-        "PhenakiTrainer": _keywords(PHENAKI_TRAINER, *_EMA, "sample_texts_file_path", "sample_texts", "fp16"),
+        "Phenaki": _list_keywords(PHENAKI, "max_text_len", "t5_name", "self_token_critic", "critic_loss_weight"),
+        "PhenakiTrainer": _list_keywords(PHENAKI_TRAINER, *_EMA, "sample_texts_file_path", "sample_texts", "fp16"),
     },
     "nuwa": {
-        "VQGanVAE": _keywords(NUWA_VAE, *_GAME, "num_layers", "vq_codebook_size", "vq_codebook_dim"),
-        "VQGanVAETrainer": _keywords(CODEC_TRAINER, *_EMA),
-        "NUWA": _keywords(NUWA, "sparse_3dna_kernel_size", "sparse_3dna_dilation", "text_enc_depth", "text_max_seq_len"),
-        "NUWATrainer": _keywords(NUWA_TRAINER, "dataset", "batch_size", "grad_accum_every", "results_folder"),
+        "VQGanVAE": _list_keywords(NUWA_VAE, *_GAN, "num_layers", "vq_codebook_size", "vq_codebook_dim"),
+        "VQGanVAETrainer": _list_keywords(CODEC_TRAINER, *_EMA),
+        "NUWA": _list_keywords(NUWA, "sparse_3dna_kernel_size", "sparse_3dna_dilation", "text_enc_depth", "text_max_seq_len"),
+        "NUWATrainer": _list_keywords(NUWA_TRAINER, "dataset", "batch_size", "grad_accum_every", "results_folder"),
     },
     "muse": {
-        "VQGanVAE": _keywords([*MUSE_VAE, *MUSE_QUANTIZER], *_GAME, "layers", "discr_layers"),
-        "VQGanVAETrainer": _keywords(CODEC_TRAINER, *_EMA),
-        "MaskGitTransformer": _keywords(MUSE_TRANSFORMER, "t5_name", "num_tokens", "dim_head"),
-        "MaskGit": _keywords(MUSE_MASKGIT, "cond_image_size", "self_token_critic", "critic_loss_weight"),
+        "VQGanVAE": _list_keywords([*MUSE_VAE, *MUSE_QUANTIZER], *_GAN, "layers", "discr_layers"),
+        "VQGanVAETrainer": _list_keywords(CODEC_TRAINER, *_EMA),
+        "MaskGitTransformer": _list_keywords(MUSE_TRANSFORMER, "t5_name", "num_tokens", "dim_head"),
+        "MaskGit": _list_keywords(MUSE_MASKGIT, "cond_image_size", "self_token_critic", "critic_loss_weight"),
     },
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ def draw_curves(metrics: str | Path, out: str | Path) -> Path:
     out = Path(out)
     records = list(read_records(Path(metrics)))
     axis = _Axis(records)
-    panels = [panel for panel in _panels(records, axis) if panel.curves]
+    panels = [panel for panel in _build_panels(records, axis) if panel.curves]
     with replace_atomically(out) as temporary:
         _draw(panels, axis, find_marks(records, axis), temporary)
     return out
@@ -144,7 +144,7 @@ def _format_number(number: float) -> str:
     return f"{number:.3g}"
 
 
-def _panels(records: list[dict[str, Any]], axis: _Axis) -> list[_Panel]:
+def _build_panels(records: list[dict[str, Any]], axis: _Axis) -> list[_Panel]:
     """One panel for each unit. A stage's loss has a unit of its own, which its terms share."""
     panels = {f"loss of {stage}": _Panel(f"loss of {stage}", log=True, stage=stage) for stage in axis.steps}
     for record in records:

@@ -22,21 +22,32 @@ def codebook_usage(histogram: Tensor) -> dict[str, Tensor]:
     return {"use": (histogram > 0).double().mean(), "perplexity": torch.special.entr(share).sum().exp()}
 
 
+def count_codes(ids: Tensor, codes: int, keep: Tensor | None = None, spare: bool = False) -> Tensor:
+    """The histogram of all processes' batches. `keep` is False (or 0) at padding; `spare`: another process counts this batch."""
+    if keep is not None:
+        ids = ids.masked_fill(keep == 0, codes)  # padding has a bin of its own
+    histogram = codebook_histogram(ids, codes + 1)[:codes]
+    return distributed.all_reduce_(torch.zeros_like(histogram) if spare else histogram)
+
+
+def describe_codes(
+    ids: Tensor, codes: int, count: Tensor, keep: Tensor | None = None, spare: bool = False
+) -> dict[str, Mean]:
+    """Codebook use of this batch, over all processes. For a whole set, add up histograms: its use is not the mean of these."""
+    usage = codebook_usage(count_codes(ids, codes, keep, spare))
+    return {f"codes/{name}": Mean(value * count, count) for name, value in usage.items()}
+
+
 MIN_TOKENS = 4  # for each code that occurs: fewer say too little about how often it does
 
 
 def describe_targets(tokens: Tensor, codes: int, keep: Tensor | None = None, spare: bool = False) -> dict[str, Mean]:
     """What validation says about the targets of a token generator, the mean over batches of all processes.
 
-    `keep` has tokens' shape and is False (or 0) at padding; `spare`: another process counts this batch.
-
     `tokens/distinct`: different codes. `tokens/entropy`: of the frequencies of codes, in nats: the cross-entropy of a model that knows
     nothing else.
     """
-    if keep is not None:
-        tokens = tokens.masked_fill(keep == 0, codes)  # padding has a bin of its own
-    histogram = codebook_histogram(tokens, codes + 1)[:codes]
-    histogram = distributed.all_reduce_(torch.zeros_like(histogram) if spare else histogram)
+    histogram = count_codes(tokens, codes, keep, spare)
     distinct, total = (histogram > 0).sum(), histogram.sum()
     # Miller and Madow: a sample's entropy is too low by (codes − 1) / 2 samples.
     entropy = torch.special.entr(histogram.double() / total).sum() + (distinct - 1) / (2 * total)

@@ -74,11 +74,9 @@ def find_best_order(grid: Grid, window: Window, block: int = BLOCK) -> Tensor:
     return min(orders, key=lambda order: count_touched_blocks(order, pairs, block))
 
 
-def make_order(
-    grid: Grid, window: Window, device: torch.device | str, block: int = BLOCK, best: bool = True
-) -> BlockOrder:
+def make_order(grid: Grid, window: Window, device: torch.device | str, block: int = BLOCK) -> BlockOrder:
     length = prod(grid)
-    queries = (find_best_order(grid, window, block) if best else torch.arange(length)).to(device)
+    queries = find_best_order(grid, window, block).to(device)
     keys = (queries + 1) % length  # token p is at input position p + 1, BOS (position 0) at index N − 1
     t, y, x = (axis.contiguous() for axis in grid_coordinates(queries, grid).int().unbind(-1))
     d, (_, rows, columns) = window.dilation, window.size

@@ -1,4 +1,4 @@
-"""The table of a race, for the console and as Markdown: families, upper bounds, chance, and who could not race."""
+"""The table of a race, for the console and as Markdown: families, upper bounds, chance, and families that could not race."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def make_rows(record: dict[str, Any]) -> tuple[Row, list[Row]]:
         [family, *(_format(scores[family].get(column.title), column) for column in columns)]
         for family in rank_families(scores)
     ]
-    return ["family", *(column.title for column in columns)], rows + _bound_rows(entries, columns)
+    return ["family", *(column.title for column in columns)], rows + _make_bound_rows(entries, columns)
 
 
-def _bound_rows(entries: dict[str, Any], columns: list[Column]) -> list[Row]:
+def _make_bound_rows(entries: dict[str, Any], columns: list[Column]) -> list[Row]:
     """What the judge gives to real items, to each codec's reconstructions, and to captions of other items."""
     if not columns or columns[0].metric != "caption_accuracy":
         return []

@@ -11,7 +11,7 @@ RACE/sheet.png            the same prompts down, families across
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 from kineograph import __version__
 from kineograph.core import distributed
 from kineograph.core.errors import InputError, RunFailed
+from kineograph.core.notes import Note
 from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import read_json, write_atomic, write_json
 from kineograph.doctor.machine import list_gpus
@@ -55,7 +56,7 @@ def race(
     plan_only: bool = False,
     trust: bool = False,
     command: str = "",
-    note: Callable[[str], None] = print,
+    note: Note = print,
 ) -> Path:
     """Race families on data. → the race folder.
 
@@ -168,7 +169,7 @@ def _run_entries(
     runner: Runner,
     jobs: int,
     folder: Path,
-    note: Callable[[str], None],
+    note: Note,
 ) -> None:
     """Run the entries that have no figures by this judge yet. race.json is written after each, and keeps other families' figures."""
     judge, lock = asdict(runner.judge), threading.Lock()

@@ -1,4 +1,4 @@
-"""What races: the data, their shape, a plan for each family that can learn them, and the reason of each that cannot.
+"""The plan of a race: the data, a config for each family that can learn them, and why each other family cannot.
 
 A plan is a config in RACE/plans/FAMILY.yaml. One that is there is taken as it is, so it can be edited.
 """
@@ -17,6 +17,7 @@ from kineograph.core.config import Tree, merge, unknown_key
 from kineograph.core.config_file import dump_yaml, load_file
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import numpy_rng
+from kineograph.core.notes import discard
 from kineograph.core.run_folder import write_atomic
 from kineograph.core.trust import require_trust
 from kineograph.data.decode import CLIPS
@@ -144,18 +145,14 @@ def _check_plan(tree: Tree) -> tuple[Plan, dict[str, StageData]]:
     plan = make_plan(tree)
     data: dict[str, StageData] = {}
     for stage in plan.stages:
-        data[stage.name] = open_data(stage, plan.seed, note=_discard, opened=data)
+        data[stage.name] = open_data(stage, plan.seed, note=discard, opened=data)
     check_stages(plan, data)
     return plan, data
 
 
-def _discard(line: str) -> None:
-    pass
-
-
 def _fit_time(family: str, tree: Tree, plan: Plan, data: dict[str, StageData], minutes: float) -> Tree:
     """Time steps of every stage: split batches that do not fit into memory, and refuse a time in which no stage makes a step."""
-    builder = PlanBuilder(plan, data, _discard)
+    builder = PlanBuilder(plan, data, discard)
     for stage in plan.stages:
         device, batch = distributed.resolve_device(stage.train.device), stage.train.batch_size
         accumulate = 1

@@ -22,7 +22,7 @@ SMALLEST_BATCH, LARGER_BATCH = 4, 4  # samples; times the preset's
 
 @dataclass(frozen=True)
 class RaceShape:
-    """What every family draws."""
+    """The shape of the clips or pictures that every family draws."""
 
     frames: int
     height: int
@@ -50,7 +50,7 @@ def fit_recipe(family: str, data: Tree, shape: RaceShape, device: str, minutes: 
     base, shared = tree.get("data") or {}, tree.get("train") or {}
     stages: dict[str, Tree] = tree["stages"]
     last = merge(base, list(stages.values())[-1].get("data") or {})
-    scale = min(shape.height, shape.width) / _side(last)
+    scale = min(shape.height, shape.width) / _get_side(last)
     draws_clips = last.get("frames", 1) > 1
     fitted = {}
     for name, stage in stages.items():
@@ -74,14 +74,14 @@ def fit_recipe(family: str, data: Tree, shape: RaceShape, device: str, minutes: 
     return {"name": family, "data": data, "train": {"minutes": minutes}, "stages": fitted}
 
 
-def _side(data: Tree) -> int:
+def _get_side(data: Tree) -> int:
     size = data.get("size", 64)
     return int(min(size)) if isinstance(size, list) else int(size)
 
 
 def _fit_shape(before: Tree, data: Tree, shape: RaceShape, scale: float) -> Tree:
     """The data keys of a stage that reads smaller pictures than the race's, by the same factor as in its preset."""
-    ratio = round(_side(before) * scale) / min(shape.height, shape.width)
+    ratio = round(_get_side(before) * scale) / min(shape.height, shape.width)
     if ratio == 1:
         return {}
     pixels = {"grid": max(1, round(data["grid"] * ratio))} if "grid" in data else {}
@@ -96,7 +96,7 @@ def _scale_size(key: str, value: Any, scale: float) -> Any:
 
 def _fit_batch(batch: int, before: Tree, after: RaceShape) -> int:
     """About as many pixels as in the preset, in powers of two of its batch: fewer samples where they are larger, up to 4 × where smaller."""
-    pixels, new = before.get("frames", 1) * _side(before) ** 2, after.frames * after.height * after.width
+    pixels, new = before.get("frames", 1) * _get_side(before) ** 2, after.frames * after.height * after.width
     largest = LARGER_BATCH * batch
     while batch > SMALLEST_BATCH and new > pixels:
         batch, pixels = batch // 2, pixels * 2
@@ -106,7 +106,7 @@ def _fit_batch(batch: int, before: Tree, after: RaceShape) -> int:
 
 
 def _fit_training(train: Tree) -> Tree:
-    """Without what costs time and nobody looks at: previews and metrics during training. Weak stages are judged, not refused."""
+    """Without previews and metrics during training, which cost time. Weak stages are judged, not refused."""
     dropped = ("epoch_samples", "epochs", "metrics", "evaluate_every", "evaluation_samples", "grids", "samples")
     steps = train.get("steps", 1000)
     return {key: value for key, value in train.items() if key not in dropped} | {

@@ -1,4 +1,4 @@
-"""What an entry reached, from the files of its run; and the figures of a family over its seeds."""
+"""The figures of an entry, from the files of its run, and of a family over its seeds."""
 
 from __future__ import annotations
 
@@ -59,27 +59,27 @@ def collect_figures(run: Path) -> tuple[Figures, dict[str, Any]]:
     figures: Figures = {}
     extra: dict[str, Any] = {"labels": {}}
     for column in COLUMNS:
-        found = _newest(results, stages, column.metric) if column.metric else None
+        found = _find_newest(results, stages, column.metric) if column.metric else None
         value = found["values"].get(column.key) if found else None
         if isinstance(value, int | float) and math.isfinite(value):
             figures[column.title] = value
             extra["labels"][column.title] = found["labels"] if found else {}
-    for record in (_newest(results, stages, name) for name in _metric_names(results)):
+    for record in (_find_newest(results, stages, name) for name in _list_metrics(results)):
         if record and isinstance(rate := record.get("drawn_per_second"), int | float):
             figures["samples/s"] = rate
     accuracy = extra["labels"].get("caption accuracy", {})
     extra["bounds"] = {name: accuracy[name] for name in ("ceiling", "chance") if name in accuracy}
-    reconstructed = _newest(results, stages, "reconstructed_captions")
+    reconstructed = _find_newest(results, stages, "reconstructed_captions")
     if reconstructed:
         extra["bounds"]["codec"] = reconstructed["values"]["reconstructed_captions"]
     return figures | _summarize(run, folder, stages), extra
 
 
-def _metric_names(results: results_file.Results) -> list[str]:
+def _list_metrics(results: results_file.Results) -> list[str]:
     return [name for split in results.values() for metrics in split.values() for name in metrics]
 
 
-def _newest(results: results_file.Results, stages: Sequence[str], metric: str) -> dict[str, Any] | None:
+def _find_newest(results: results_file.Results, stages: Sequence[str], metric: str) -> dict[str, Any] | None:
     """The newest record of the last stage that has one."""
     found = (results_file.newest_result(results, "validation", stage, metric) for stage in reversed(stages))
     return next((record for _, record in filter(None, found)), None)

@@ -19,13 +19,12 @@ from types import FrameType
 import torch
 
 from kineograph.core.errors import Stopped
+from kineograph.core.notes import Note
 from kineograph.core.run_folder import RunFolder, open_unlinked
 from kineograph.run.listing import read_run
 
 MISSING = 4  # exit code of kineo evaluate: some metric could not be computed
-WAIT = 0.5  # seconds between looks at a run that another process trains
-
-Note = Callable[[str], None]
+WAIT = 0.5  # seconds between checks of a run that another process trains
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Runner:
                 return
             slot = slots.get()
             try:
-                failure = self._race(entry, _environment(slot, jobs))
+                failure = self._race(entry, _make_environment(slot, jobs))
             finally:
                 slots.put(slot)
             if not self._stopped:
@@ -115,9 +114,9 @@ class Runner:
         try:
             self._train(entry, environment)
             self.note(f"{entry.name}: judging")
-            said = self._call(entry, environment, ["evaluate", str(entry.run), *self.judge.arguments()], (0, MISSING))
-            self._note_skipped(said)
-            self.findings[entry.name] = [line.replace(": fatal: ", ": ") for line in said if ": fatal: " in line]
+            lines = self._call(entry, environment, ["evaluate", str(entry.run), *self.judge.arguments()], (0, MISSING))
+            self._note_skipped(lines)
+            self.findings[entry.name] = [line.replace(": fatal: ", ": ") for line in lines if ": fatal: " in line]
             prompts = ["--prompts", str(entry.folder / "prompts.txt"), "--out", str(entry.samples)]
             if not any(entry.samples.glob("*.json")):
                 self._call(entry, environment, ["sample", str(entry.run), *prompts], (0,))
@@ -192,7 +191,7 @@ class Runner:
                 signal.signal(number, handler)
 
 
-def _environment(slot: int, jobs: int) -> dict[str, str]:
+def _make_environment(slot: int, jobs: int) -> dict[str, str]:
     """Entries that run side by side get a GPU each, where there are several."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if jobs == 1 or gpus < 2 or "CUDA_VISIBLE_DEVICES" in os.environ:

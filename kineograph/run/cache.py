@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from kineograph.core import distributed
 from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.errors import ConfigError, InputError, RunInUse
 from kineograph.core.kernels import enable_flash_attention_3
+from kineograph.core.notes import Note
 from kineograph.core.protocols import Source, Stream, TextEncoder
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task, find_codec
@@ -79,7 +80,7 @@ class StageCache:
     folder: RunFolder
     data: StageData
     device: torch.device
-    note: Callable[[str], None]
+    note: Note
 
     @cached_property
     def content(self) -> CacheContent:
@@ -175,7 +176,7 @@ def _release_encoders(task: Task) -> None:
 def cache_run(
     arguments: Sequence[str],
     run: str | Path | None = None,
-    note: Callable[[str], None] = distributed.print_note,
+    note: Note = distributed.print_note,
     remove: bool = False,
 ) -> list[Path]:
     """Cache the data of every stage whose encoders are trained. → the folders of the sets.
@@ -227,7 +228,7 @@ def cache_run(
     return paths
 
 
-def _prepare(plan: Plan, stage: StagePlan, folder: RunFolder, note: Callable[[str], None]) -> StageCache | None:
+def _prepare(plan: Plan, stage: StagePlan, folder: RunFolder, note: Note) -> StageCache | None:
     """Open a stage's data and build its task; None where the data cannot be cached."""
     device = distributed.resolve_device(stage.train.device)
     enable_flash_attention_3(device)
@@ -240,7 +241,7 @@ def _prepare(plan: Plan, stage: StagePlan, folder: RunFolder, note: Callable[[st
     return StageCache(stage, build_untrained(plan, stage, stages, data, note), stages, folder, data, device, note)
 
 
-def _prune_run(plan: Plan, folder: RunFolder, current: Collection[Path], note: Callable[[str], None]) -> None:
+def _prune_run(plan: Plan, folder: RunFolder, current: Collection[Path], note: Note) -> None:
     """Remove what no stage reads: neither a `current` set nor one that a stage names as its data. Nothing may train or encode meanwhile."""
     named = [
         Path(stage.spec.data.folder).expanduser() for stage in plan.stages if isinstance(stage.spec.data, CacheConfig)

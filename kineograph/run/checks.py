@@ -15,6 +15,7 @@ from kineograph.core.capabilities import (
 )
 from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError, KineoError
+from kineograph.core.notes import discard
 from kineograph.core.protocols import Stream
 from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import RunFolder
@@ -57,7 +58,7 @@ def check_stages(
     running now; `elsewhere`: it will run on the GPU of another machine.
     """
     several = distributed.is_active() if planned is None else planned.processes > 1
-    builder, cpu = PlanBuilder(plan, data, lambda line: None), torch.device("cpu")
+    builder, cpu = PlanBuilder(plan, data, discard), torch.device("cpu")
     prompts = _PromptCheck(plan)
     for stage in plan.stages:
         if stage.name not in data:
@@ -120,7 +121,7 @@ class _PromptCheck:
         if not isinstance(task, SupportsSampling) or "captions" not in stage.spec.config.reads():
             return
         try:
-            read_prompt_rows(self.plan, stage, task, lambda line: None)
+            read_prompt_rows(self.plan, stage, task, discard)
             self.drawn = True
         except InputError as error:
             self.errors.append(error)

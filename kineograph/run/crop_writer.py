@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from kineograph.core.config import Config, Tree, parse, parse_override
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.media_file import MediaLimits, Meter, open_image, read_media
 from kineograph.core.noise import numpy_rng
+from kineograph.core.notes import Note
 from kineograph.data.decode import (
     CLIPS,
     IMAGES,
@@ -46,7 +47,6 @@ TRIES = 8
 CHUNK = 64  # crops of one source that one thread writes
 PAN, PAN_ZOOM = 0.3, 1.15  # largest shift of a pan, in sides of the crop, and largest change of its side
 
-Note = Callable[[str], None]
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
@@ -183,13 +183,13 @@ def find_sources(folders: Sequence[Path], config: CropConfig, note: Note) -> lis
     if config.frames == 1:
         paths = [path for path in paths if path.suffix.lower() in IMAGES]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        looks = list(pool.map(lambda path: _look(path, config), paths))
+        looks = list(pool.map(lambda path: _examine(path, config), paths))
     for path, look in zip(paths, looks, strict=True):
         if isinstance(look, str):
             skipped.append(f"{path}: {look}")
             continue
         thumbnail, mirrored, size = look
-        title = title_of(path)
+        title = find_title(path)
         alike = (name for other, name in thumbnails if max(abs(thumbnail @ other), abs(mirrored @ other)) > ALIKE)
         if title not in found:
             title = next(alike, title)
@@ -206,7 +206,7 @@ def find_sources(folders: Sequence[Path], config: CropConfig, note: Note) -> lis
     return list(found.values())
 
 
-def _look(path: Path, config: CropConfig) -> tuple[np.ndarray, np.ndarray, tuple[int, int]] | str:
+def _examine(path: Path, config: CropConfig) -> tuple[np.ndarray, np.ndarray, tuple[int, int]] | str:
     """The thumbnail of a picture or of a clip's beginning, the mirrored one, and the size; or why it is left out."""
     try:
         if path.suffix.lower() in CLIPS:
@@ -222,13 +222,13 @@ def _look(path: Path, config: CropConfig) -> tuple[np.ndarray, np.ndarray, tuple
         return error.reason
     if min(picture.size) < config.smallest:
         return f"{picture.width} × {picture.height} is below smallest={config.smallest}"
-    values = _thumbnail(picture)
+    values = _make_thumbnail(picture)
     if values.std() < FLAT:
         return "shows next to nothing"
     return _standardize(values), _standardize(values[:, ::-1]), picture.size
 
 
-def title_of(path: Path) -> str:
+def find_title(path: Path) -> str:
     """The name without resolution and tint: of sea_1920x1080.jpg and sea-dark.jpg sea, of KDE's sea/contents/images/1920x1080.png too."""
     parts = path.parts
     if "contents" in parts[1:]:
@@ -244,7 +244,7 @@ def _open_picture(path: Path) -> Image.Image:
         return to_channels(ImageOps.exif_transpose(image), 3)
 
 
-def _thumbnail(picture: Image.Image) -> np.ndarray:
+def _make_thumbnail(picture: Image.Image) -> np.ndarray:
     """The gray centre of a picture, small."""
     small = ImageOps.fit(picture.convert("L"), (THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
     return np.asarray(small, np.float32)

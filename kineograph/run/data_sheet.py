@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from kineograph.core.batch import Sample
 from kineograph.core.config import parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.core.noise import numpy_rng
+from kineograph.core.notes import Note
 from kineograph.core.protocols import Source
 from kineograph.data.fit_summary import summarise_fit
 from kineograph.data.folder import list_folder
@@ -32,7 +33,7 @@ def show_data(
     count: int = 16,
     split: Split = "train",
     stage: str | None = None,
-    note: Callable[[str], None] = print,
+    note: Note = print,
 ) -> Path:
     """Write a sheet of `count` evenly spaced items, read with the data keys of a preset, files and overrides."""
     if out.suffix.lower() not in _FORMATS:

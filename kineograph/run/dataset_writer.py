@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 import numpy as np
 from torch import Tensor
 
 from kineograph.core.atomic_folder import write_atomically
-from kineograph.core.batch import Sound
+from kineograph.core.batch import Sample, Sound
 from kineograph.core.config import Tree, parse, parse_override, unknown_key
 from kineograph.core.errors import InputError
 from kineograph.data.arrays import ArrayWriter
@@ -98,7 +98,7 @@ def write_dataset(
         raise InputError(f"--embeddings goes with --as webdataset, not with --as {as_}")
     config, shard, suffix = _read_settings(settings, as_)
     embedder = open_embedder(embeddings) if isinstance(embeddings, str) else embeddings
-    source = MovingDigits(config, split)  # type: ignore[arg-type]
+    source = MovingDigits(config, cast(Split, split))
     with write_atomically(Path(out).resolve(), "--out") as folder:
         FORMATS[as_](_Job(source, count, folder, suffix, shard, embedder))
     return Path(out)
@@ -143,12 +143,19 @@ def _read_settings(settings: Sequence[str], as_: str) -> tuple[MovingDigitsConfi
 # Formats ---------------------------------------------------------------------------------------------------------
 
 
+def _read_item(job: _Job, index: int) -> tuple[Sample, Tensor, float]:
+    """→ the item, its pixels and its fps"""
+    sample = job.source.read(index)
+    assert sample.pixels is not None and sample.fps is not None
+    return sample, sample.pixels, sample.fps
+
+
 def _write_files(job: _Job) -> None:
     for index in _show_progress(job):
-        sample = job.source.read(index)
+        sample, pixels, fps = _read_item(job, index)
         rate, audio = job.source.config.sample_rate, sample.extra.get("audio")
         sound = Sound(audio, rate) if audio is not None and rate is not None else None
-        path = write_clip(job.folder / f"{job.name(index)}{job.suffix}", sample.pixels, sample.fps, sound)  # type: ignore[arg-type]
+        path = write_clip(job.folder / f"{job.name(index)}{job.suffix}", pixels, fps, sound)
         path.with_suffix(".txt").write_text(f"{sample.caption}\n", encoding="utf-8")
 
 
@@ -159,8 +166,8 @@ def _write_memmap(job: _Job) -> None:
     labels = np.empty((job.count, config.digits), dtype=np.int64)
     with open(job.folder / "captions.txt", "w", encoding="utf-8") as captions:
         for index in _show_progress(job):
-            sample = job.source.read(index)
-            videos.write(index, sample.pixels.numpy()[None])  # type: ignore[union-attr]
+            sample, pixels, _ = _read_item(job, index)
+            videos.write(index, pixels.numpy()[None])
             labels[index] = [figure.digit for figure in job.source.facts(index)]
             captions.write(f"{sample.caption}\n")
     videos.close()
@@ -170,14 +177,14 @@ def _write_memmap(job: _Job) -> None:
 def _write_shards(job: _Job) -> None:
     with ShardWriter(job.folder, job.shard, job.embedder) as writer:
         for index in _show_progress(job):
-            sample = job.source.read(index)
+            sample, pixels, fps = _read_item(job, index)
             figures = [
                 {key: value for key, value in vars(figure).items() if value is not None}
                 for figure in job.source.facts(index)
             ]
-            facts = {"identity": job.source.identity(index), "fps": sample.fps, "figures": figures}
-            media = _encode_media(job, sample.pixels, sample.fps)  # type: ignore[arg-type]
-            writer.add(media, job.suffix[1:], str(sample.caption), facts, sample.pixels, sample.frame_mask)
+            facts = {"identity": job.source.identity(index), "fps": fps, "figures": figures}
+            media = _encode_media(job, pixels, fps)
+            writer.add(media, job.suffix[1:], str(sample.caption), facts, pixels, sample.frame_mask)
 
 
 def _encode_media(job: _Job, pixels: Tensor, fps: float) -> bytes:

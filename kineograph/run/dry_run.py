@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from kineograph.core import distributed
 from kineograph.core.config import Tree
 from kineograph.core.distributed import World
 from kineograph.core.errors import InputError, NoData
+from kineograph.core.notes import Note
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.open_source import BlankSource, source_name
 from kineograph.doctor import machine
@@ -50,7 +51,7 @@ def examine(arguments: Sequence[str], memory: float | None = None, processes: in
             report_plan(plan, data, print, world, None if memory is None else int(memory * 2**30))
 
 
-def estimate_plan(arguments: Sequence[str], memory: int, note: Callable[[str], None]) -> Iterator[Estimate]:
+def estimate_plan(arguments: Sequence[str], memory: int, note: Note) -> Iterator[Estimate]:
     """Each stage that trains, on one GPU of `memory` bytes, with more and more settings together. Nothing is timed."""
     with distributed.single_process():
         plan = make_plan(_fill_paths(read_config(arguments)))
@@ -79,7 +80,7 @@ def dry_run(
     arguments: Sequence[str],
     run: str | Path | None = None,
     resume: Resume = "auto",
-    out: Callable[[str], None] = print,
+    out: Note = print,
     processes: int | None = None,
 ) -> None:
     """Do everything that comes before training and write nothing: resolve, check the data, build, estimate."""
@@ -108,7 +109,7 @@ def planned_world(processes: int | None) -> World:
 
 def _open_data(
     plan: Plan,
-    out: Callable[[str], None],
+    out: Note,
     world: World,
     folder: RunFolder | None = None,
     blank_if_missing: bool = False,

@@ -14,7 +14,7 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from PIL import Image
 
 from kineograph.core.atomic_folder import check_unoccupied, write_atomically
 from kineograph.core.errors import InputError, RunFailed
+from kineograph.core.notes import Note
 from kineograph.core.tar_reader import DAMAGED, TarDamaged, TarReader, decompress
 from kineograph.media.filenames import slugify
 
@@ -39,8 +40,6 @@ _MAX_FILE, _MAX_ALL = 8 << 20, 1 << 30  # bytes of a file that is used, and of t
 _PATIENCE = 600.0  # seconds for npm
 _GET = f"get the package {PACKAGE} {VERSION} with npm or another package client, and give its .tgz or folder to --from"
 
-Note = Callable[[str], None]
-
 
 class Emoji(NamedTuple):
     picture: str  # file name in the package
@@ -56,7 +55,7 @@ def write_emoji(out: Path, source: Path | None = None, note: Note = print) -> Pa
     check_unoccupied(out.resolve(), "--out")
     with tempfile.TemporaryDirectory() as place:
         files = _read_package(source if source is not None else _download(Path(place), note))
-    digest = _digest(files)
+    digest = _hash_files(files)
     if digest != SHA256:
         raise InputError(
             f"{source or PACKAGE} is not {PACKAGE} {VERSION} as it was published (sha256 of its files {digest}, expected {SHA256}): {_GET}"
@@ -135,7 +134,7 @@ def _read_archive(file: io.BufferedReader, path: Path) -> dict[str, bytes]:
     return files
 
 
-def _digest(files: dict[str, bytes]) -> str:
+def _hash_files(files: dict[str, bytes]) -> str:
     total = hashlib.sha256()
     for name in sorted(files):
         total.update(f"{name} {hashlib.sha256(files[name]).hexdigest()}\n".encode())

@@ -63,7 +63,7 @@ def read_run(path: Path) -> Row:
 def _describe_run(path: Path) -> Row:
     run = RunFolder(path)
     name = path.resolve().name
-    age = max(0.0, time.time() - _last_written(path))
+    age = max(0.0, time.time() - _find_last_write(path))
     try:
         tree = load_file(run.config_file)  # only listed: code that it names is not run
         if not isinstance(tree.get("stages"), dict):
@@ -96,7 +96,9 @@ def _describe_run(path: Path) -> Row:
     elif run.stopped_marker.exists():
         state = "stopped"
     best = checkpoint_folder.read_best(run.checkpoints(stage))
-    return Row(name, state, stage, step, steps, best.get("loss"), _newest_accuracy(results), age, findings=findings)
+    return Row(
+        name, state, stage, step, steps, best.get("loss"), _find_newest_accuracy(results), age, findings=findings
+    )
 
 
 def _read_health(run: RunFolder) -> tuple[set[str], tuple[str, ...]]:
@@ -118,7 +120,7 @@ def _is_in_phase(checkpoints: Path, step: int) -> bool:
         return False
 
 
-def _last_written(path: Path) -> float:
+def _find_last_write(path: Path) -> float:
     """When a file of the run was last written."""
     names = ("config.yaml", "metrics.jsonl", "evaluation.json")
     times = [0.0]
@@ -149,7 +151,7 @@ def _read_newest(path: Path) -> tuple[dict[str, int], dict[str, float]]:
     return newest, shares
 
 
-def _newest_accuracy(results: results_file.Results) -> float | None:
+def _find_newest_accuracy(results: results_file.Results) -> float | None:
     """The newest caption accuracy of any stage."""
     evaluated = [metrics for checkpoints in results.values() for metrics in checkpoints.values()]
     measured = [metrics["caption_accuracy"] for metrics in evaluated if "caption_accuracy" in metrics]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +9,7 @@ from typing import Any, get_args
 from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import numpy_rng
+from kineograph.core.notes import Note
 from kineograph.core.protocols import Source, Stream
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.captions import require_captions, warn_of_flip
@@ -32,7 +32,7 @@ def open_data(
     stage: StagePlan,
     seed: int,
     dataset: Any = None,
-    note: Callable[[str], None] = print,
+    note: Note = print,
     folder: Path | None = None,
     opened: dict[str, StageData] | None = None,
 ) -> StageData:
@@ -103,9 +103,7 @@ def open_data(
     return data
 
 
-def resolve_epochs(
-    plan: Plan, data: dict[str, StageData], note: Callable[[str], None], planned: World | None = None
-) -> Plan:
+def resolve_epochs(plan: Plan, data: dict[str, StageData], note: Note, planned: World | None = None) -> Plan:
     """Turn train.epochs and train.validate_epochs into steps, now that the number of items is known.
 
     → the plan with them; `data` gets its stages. `planned`: for these processes instead of those that run.
@@ -118,9 +116,7 @@ def resolve_epochs(
     return replace(plan, stages=stages)
 
 
-def _resolve_epochs(
-    stage: StagePlan, data: StageData | None, note: Callable[[str], None], planned: World | None
-) -> StagePlan:
+def _resolve_epochs(stage: StagePlan, data: StageData | None, note: Note, planned: World | None) -> StagePlan:
     epochs = stage.train.epochs
     if epochs is None or data is None:
         return stage
@@ -139,9 +135,7 @@ def _resolve_epochs(
     return replace(stage, train=stage.train.model_copy(update={"steps": steps, "epochs": None}))
 
 
-def _resolve_validation(
-    stage: StagePlan, data: StageData | None, note: Callable[[str], None], planned: World | None
-) -> StagePlan:
+def _resolve_validation(stage: StagePlan, data: StageData | None, note: Note, planned: World | None) -> StagePlan:
     """Validate a small set before it is memorised: after train.validate_epochs, where that is sooner than train.validate_every."""
     train = stage.train
     if train.validate_epochs is None or not train.validate_every or train.epoch_samples is not None or data is None:
@@ -174,7 +168,7 @@ def _have_same_items(one: Source, other: Source) -> bool:
     return one is other or (len(one) == len(other) and one.identity(0) == other.identity(0))
 
 
-def _scan_held_out(data: StageData, split: Split, note: Callable[[str], None], scan_path: Path | None) -> None:
+def _scan_held_out(data: StageData, split: Split, note: Note, scan_path: Path | None) -> None:
     """Scan a held-out split. data.max_unreadable is a share of it and the training items together, since it may have few items."""
     source, config = data.split(split), data.stage.spec.data
     unreadable = scan(source, 1.0, note, scan_path, kind=f"{split} items")

@@ -206,7 +206,7 @@ def refuse_changes(saved: Tree, changed: Tree, run: Path | None = None) -> None:
         may_change = may_change or (section == "data" and is_location(".".join(rest)))
         if parts[0] not in ("prompts", "sample", "evaluate") and not may_change:
             raise ConfigError(
-                f"{key} differs from the saved run ({_value_at(saved, parts)!r} there, {_value_at(changed, parts)!r} now): "
+                f"{key} differs from the saved run ({_get_value(saved, parts)!r} there, {_get_value(changed, parts)!r} now): "
                 "a resumed run may change only train.steps, train.epochs, train.minutes, train.minutes_share, train.*_every, "
                 "train.validate_epochs, train.keep_last, "
                 "train.workers, train.keep_decoded, train.watchdog, train.parallel, train.health, prompts, sample.batch, "
@@ -229,7 +229,7 @@ def _describe_new_run(parts: list[str], saved: Tree, run: Path | None) -> str:
     )
 
 
-def _value_at(tree: Any, parts: list[str]) -> Any:
+def _get_value(tree: Any, parts: list[str]) -> Any:
     for part in parts:
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree

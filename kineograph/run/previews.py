@@ -33,6 +33,7 @@ from kineograph.core.capabilities import (
 )
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
+from kineograph.core.notes import Note, discard
 from kineograph.core.run_folder import RunFolder, write_atomic, write_json
 from kineograph.core.task import Task
 from kineograph.data.open_source import Split
@@ -94,7 +95,7 @@ class Previews:
         data: StageData,
         trackers: list[Tracker],
         device: torch.device,
-        note: Callable[[str], None] = lambda line: None,
+        note: Note = discard,
         on_samples: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.on_samples = on_samples
@@ -388,7 +389,7 @@ class Previews:
             tracker.log_media(step, f"{self.stage.name}/{name}", path, caption)
 
 
-def read_prompt_rows(plan: Plan, stage: StagePlan, task: Task, note: Callable[[str], None]) -> list[Row]:
+def read_prompt_rows(plan: Plan, stage: StagePlan, task: Task, note: Note) -> list[Row]:
     """Read the inputs of the config's prompts for a stage; refuses what the stage cannot draw."""
     assert isinstance(plan.prompts, list)
     spec, train = stage.spec, stage.train

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 from kineograph.core.config import Tree
 from kineograph.core.errors import InputError
+from kineograph.core.notes import Note
 from kineograph.core.run_folder import RunFolder, read_json, write_json
 from kineograph.core.trust import require_trust
 from kineograph.run.plan import drop_origin, make_plan, refuse_changes
@@ -25,7 +26,7 @@ class _RemoteCheckpoint(NamedTuple):
     config: Tree
 
 
-def fetch_checkpoints(sources: Sequence[str], run: str | Path | None, note: Callable[[str], None]) -> None:
+def fetch_checkpoints(sources: Sequence[str], run: str | Path | None, note: Note) -> None:
     """Put checkpoints from elsewhere into a new or existing run folder, where training then finds them.
 
     taken_up.json lists the sources that were fetched: the same command resumes without fetching them again.
@@ -94,7 +95,7 @@ def _check_references(plan: Plan, folder: RunFolder, item: _RemoteCheckpoint, fe
             )
 
 
-def _install(folder: RunFolder, item: _RemoteCheckpoint, note: Callable[[str], None]) -> None:
+def _install(folder: RunFolder, item: _RemoteCheckpoint, note: Note) -> None:
     latest = checkpoint.latest(folder.checkpoints(item.stage))
     if latest is not None and latest.step >= item.step:
         note(f"{item.source} is step {item.step} of {item.stage}: {folder.path} is at step {latest.step} already")

@@ -18,6 +18,7 @@ from kineograph.core.config import Tree
 from kineograph.core.errors import RunFailed, Stopped
 from kineograph.core.health import read_findings
 from kineograph.core.kernels import enable_flash_attention_3
+from kineograph.core.notes import Note, discard
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task
 from kineograph.core.trust import accept
@@ -59,7 +60,7 @@ class _Run:
     stop: StopRequest
     trackers: dict[str, Tracker]  # only in the first process
     rank_log: RankLog
-    note: Callable[[str], None]
+    note: Note
     on_log: Callable[[dict[str, Any]], None] | None
     quiet: bool
 
@@ -73,7 +74,7 @@ def train(
     on_log: Callable[[dict[str, Any]], None] | None = None,
     extra: Tree | None = None,
     quiet: bool = False,
-    note: Callable[[str], None] = distributed.print_note,
+    note: Note = distributed.print_note,
     resume_from: Sequence[str] = (),
 ) -> Path:
     """Train all stages of a preset or file; the same call again resumes. → the run folder.
@@ -82,7 +83,7 @@ def train(
     """
     quiet = quiet or not is_main_process()
     if quiet:
-        note = _discard
+        note = discard
     with process_group():
         if resume_from and distributed.is_first():
             fetch_checkpoints(resume_from, run, note)
@@ -111,10 +112,6 @@ def train(
                 for tracker in trackers.values():
                     tracker.close()
     return folder.path
-
-
-def _discard(line: str) -> None:
-    """A note that nobody reads."""
 
 
 def _resolve_on_all_ranks(

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kineograph.core.config import StageConfig
+from kineograph.core.notes import Note
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import BuildContext, Task, freeze
 from kineograph.stage.data import StageData
@@ -20,7 +21,7 @@ from kineograph.train import checkpoint
 def build_task(
     spec: StageSpec,
     stage: Callable[[str], Task],
-    note: Callable[[str], None],
+    note: Note,
     assets: dict[str, str] | None = None,
     captions: Callable[[], list[str]] = list,
     seed: int = 0,
@@ -55,7 +56,7 @@ class PlanBuilder:
         self,
         plan: Plan,
         data: Mapping[str, StageData],
-        note: Callable[[str], None],
+        note: Note,
         assets: Mapping[str, dict[str, str]] | None = None,
     ) -> None:
         self.plan, self.data, self.note = plan, data, note

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kineograph.core.config import flatten, merge, nest, parse_override
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.notes import Note
 from kineograph.core.protocols import Source
 from kineograph.core.run_folder import RunFolder, read_json, write_json
 from kineograph.data.open_source import LOCATION_KEYS, DataConfig, Split, is_location, parse_data_config
@@ -28,9 +29,7 @@ def write_records(folder: RunFolder, records: dict[str, Record]) -> None:
     write_json(folder.data_file, records)
 
 
-def check_items(
-    folder: RunFolder, stage: str, config: DataConfig, split: Split, source: Source, note: Callable[[str], None]
-) -> None:
+def check_items(folder: RunFolder, stage: str, config: DataConfig, split: Split, source: Source, note: Note) -> None:
     """Refuse another place that holds other items than the stage was trained on; note items that changed in their place."""
     record = read_json(folder.data_file).get(stage) if folder.data_file.is_file() else None
     trained = record.get(split) if isinstance(record, dict) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from kineograph.core.capabilities import SupportsSampling
 from kineograph.core.errors import InputError
 from kineograph.core.health import read_findings
+from kineograph.core.notes import Note, discard
 from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task, freeze, load_weights
@@ -36,7 +36,7 @@ class StageLoader:
         self,
         run: RunFolder,
         device: torch.device | str = "cpu",
-        note: Callable[[str], None] = lambda line: None,
+        note: Note = discard,
         compiled: bool = False,
         graphs: bool = True,
     ) -> None:

@@ -14,6 +14,7 @@ from kineograph.core import weight_cache
 from kineograph.core.capabilities import RemapsInit
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
+from kineograph.core.notes import Note
 from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import Task, find_codec, load_weights, task_state_dict
 from kineograph.core.weight_files import WeightFiles
@@ -39,9 +40,7 @@ class _Init:
     file: Path | None = None
 
 
-def build_for_training(
-    plan: Plan, stage: StagePlan, loader: StageLoader, data: StageData, note: Callable[[str], None]
-) -> Task:
+def build_for_training(plan: Plan, stage: StagePlan, loader: StageLoader, data: StageData, note: Note) -> Task:
     """Build a stage to train, with the weights that it starts from. A checkpoint of its own is loaded later, by the Trainer."""
     with _open_init(stage, loader, note) as init:
         task = build_untrained(plan, stage, loader, data, note, init.checkpoint if init else None)
@@ -56,7 +55,7 @@ def build_untrained(
     stage: StagePlan,
     loader: StageLoader,
     data: StageData,
-    note: Callable[[str], None],
+    note: Note,
     init: checkpoint.Checkpoint | None = None,
 ) -> Task:
     """Build a stage with fresh weights. It keeps the vocabulary of its checkpoint, or of the `init` whose embeddings it takes over."""
@@ -69,7 +68,7 @@ def build_untrained(
     return task
 
 
-def _warn_of_cut_captions(task: Task, stage: StagePlan, data: StageData, note: Callable[[str], None]) -> None:
+def _warn_of_cut_captions(task: Task, stage: StagePlan, data: StageData, note: Note) -> None:
     text = dict(stage.spec.config).get("text")
     encoder = next((module for module in task.modules() if isinstance(module, TextEncoder)), None)
     if not isinstance(text, TextConfig) or "captions" not in text.reads() or encoder is None:
@@ -84,7 +83,7 @@ def _warn_of_cut_captions(task: Task, stage: StagePlan, data: StageData, note: C
         )
 
 
-def _warn_of_longer_clips(task: Task, stage: StagePlan, note: Callable[[str], None]) -> None:
+def _warn_of_longer_clips(task: Task, stage: StagePlan, note: Note) -> None:
     """A video codec encodes any length, but beyond the length that it was trained on latents drift and frames smear."""
     codec = find_codec(task)
     frames = stage.spec.data.shape.frames
@@ -105,7 +104,7 @@ def _find_checkpoint(stage: StagePlan, loader: StageLoader) -> checkpoint.Checkp
 
 
 @contextmanager
-def _open_init(stage: StagePlan, loader: StageLoader, note: Callable[[str], None]) -> Iterator[_Init | None]:
+def _open_init(stage: StagePlan, loader: StageLoader, note: Note) -> Iterator[_Init | None]:
     """What a stage starts from, fetched if it lies elsewhere; None without `init`, or once the stage has its own checkpoint."""
     init = stage.spec.config.init
     if init is None or checkpoint.latest(loader.run.checkpoints(stage.name)) is not None:
@@ -120,7 +119,7 @@ def _open_init(stage: StagePlan, loader: StageLoader, note: Callable[[str], None
         yield _Init(checkpoint.select(run.checkpoints(name)))
 
 
-def _copy_weights(task: Task, stage: StagePlan, loader: StageLoader, init: _Init, note: Callable[[str], None]) -> None:
+def _copy_weights(task: Task, stage: StagePlan, loader: StageLoader, init: _Init, note: Note) -> None:
     """Copy the tensors that fit and list those that do not."""
     if init.checkpoint is not None:
         weights, vocabulary = init.checkpoint.weights(), init.checkpoint.state().get("assets", {}).get(ASSET)
@@ -187,9 +186,7 @@ def _find_other_vocabularies(task: Task, vocabulary: str | None) -> set[str]:
     }
 
 
-def _compare_codecs(
-    init: checkpoint.Checkpoint, stage: StagePlan, loader: StageLoader, note: Callable[[str], None]
-) -> None:
+def _compare_codecs(init: checkpoint.Checkpoint, stage: StagePlan, loader: StageLoader, note: Note) -> None:
     """Warn if the `init` was trained on another codec, whose tokens or latents mean something else."""
     digests = init.state().get("references", {})
     if not digests or "codec" not in stage.spec.config.references:

@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
+from kineograph.core.notes import Note
 from kineograph.core.task import freeze
 from kineograph.text.clip import masked_mean, unit
 from kineograph.text.pretrained import (
@@ -85,7 +86,7 @@ class PretrainedClip(nn.Module):
 
     here: Tensor
 
-    def __init__(self, name: str, length: int | None, note: Callable[[str], None]) -> None:
+    def __init__(self, name: str, length: int | None, note: Note) -> None:
         super().__init__()
         from transformers import CLIPConfig
 

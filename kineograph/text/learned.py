@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.core.device_copy import copy_to_device
+from kineograph.core.notes import Note
 from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import BuildContext
 from kineograph.nn.positions import LearnedPositions, Rotary
@@ -28,7 +29,7 @@ ASSET = "text/tokenizer.json"
 class Vocabulary:
     """Caption → token ids: BOS, byte-level pieces, EOS, padded with PAD. No letter is unknown."""
 
-    def __init__(self, text: str, length: int, note: Callable[[str], None]) -> None:
+    def __init__(self, text: str, length: int, note: Note) -> None:
         from tokenizers import Tokenizer
 
         self.text, self.length, self.note = text, length, note

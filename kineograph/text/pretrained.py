@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import InputError
+from kineograph.core.notes import Note
 from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import freeze, is_fake_or_meta
 from kineograph.core.text_file import parse_json
@@ -45,7 +46,7 @@ class PretrainedText(TextEncoder):
     trained = False
     reads_captions = True
 
-    def __init__(self, config: TextConfig, note: Callable[[str], None]) -> None:
+    def __init__(self, config: TextConfig, note: Note) -> None:
         super().__init__()
         assert config.name is not None
         self.kind, self.length, self.note = config.kind, config.length, note
@@ -119,7 +120,7 @@ class PretrainedText(TextEncoder):
 class CaptionTokenizer:
     """Captions → token ids, cut or padded to a length, and cached."""
 
-    def __init__(self, tokenizer: Any, length: int, key: str, note: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: Any, length: int, key: str, note: Note) -> None:
         self.tokenizer, self.length, self.key, self.note = tokenizer, length, key, note
         self._encode = lru_cache(maxsize=65536)(self._encode_caption)
         self._noted = False

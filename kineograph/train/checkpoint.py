@@ -35,6 +35,7 @@ from torch import Tensor
 
 from kineograph.core import distributed
 from kineograph.core.errors import InputError, NotTrained, RunFailed
+from kineograph.core.notes import Note, discard
 from kineograph.core.run_folder import sync_folder, write_json
 from kineograph.core.text_file import parse_json
 from kineograph.train.checkpoint_folder import (
@@ -295,7 +296,7 @@ def is_checkpoint_file(name: str) -> bool:
 
 
 def _find_disorder(path: Path) -> str | None:
-    """What is wrong with a file that matches its checksum: a stranger may have written both."""
+    """The fault of a file that matches its checksum: both may come from elsewhere."""
     try:
         if path.suffix == _SUFFIX:
             with safe_open(path, framework="pt"):
@@ -347,7 +348,7 @@ def checkpoint_at(folder: Path, step: int) -> Checkpoint:
     return Checkpoint(step_folder(folder, step), step)
 
 
-def latest(folder: Path, note: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
+def latest(folder: Path, note: Note = discard) -> Checkpoint | None:
     """The newest complete checkpoint. Names damaged ones to `note` and skips them."""
     for step in reversed(saved_steps(folder)):
         candidate = checkpoint_at(folder, step)
@@ -358,7 +359,7 @@ def latest(folder: Path, note: Callable[[str], None] = lambda line: None) -> Che
     return None
 
 
-def latest_on_all_ranks(folder: Path, note: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
+def latest_on_all_ranks(folder: Path, note: Note = discard) -> Checkpoint | None:
     """What `latest` finds on rank 0, for all ranks, so that all go on from the same step."""
     own = latest(folder, note) if distributed.is_first() else None
     if not distributed.is_active():

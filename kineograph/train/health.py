@@ -1,4 +1,4 @@
-"""What a healthy stage never does, told from numbers that are fetched anyway. docs/health.md lists every finding.
+"""Detects stages that go wrong, from the numbers that are logged anyway. docs/health.md lists every finding.
 
 `StageHealth` reads the records of metrics.jsonl and knows nothing else, so that a resumed stage reads the file again and
 stands where it was. Thresholds are far from anything that a stage that learns has shown; each says why.
@@ -6,7 +6,6 @@ stands where it was. Thresholds are far from anything that a stage that learns h
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 from collections import deque
@@ -15,11 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from kineograph.core.batch import Batch
-from kineograph.core.health import UNTRAINED_LOSS, Finding, Limit
+from kineograph.core.health import UNTRAINED_LOSS, Finding, Limit, Severity, to_float
 from kineograph.train.config import PlayerConfig
 
 Record = Mapping[str, Any]
@@ -34,7 +29,79 @@ SPIKE_LOGS = 50  # logged steps that a spike is compared with
 SPIKE_RISE, SPIKE_TOP = 10.0, 3.0  # over their median and over their highest: small batches of a diffusion vary tenfold
 DIVERGED_LOGS, DIVERGED_RISE = 3, 10.0  # logged steps in a row this far above the loss of untrained weights
 OVERFIT_RISES, OVERFIT_RISE = 3, 1.25  # validations in a row that rise, and how far above the best the last must be
-PROBE_ITEMS = 32  # items that are looked at before data count as all the same
+
+# Name → severity, what it means, what helps.
+SIGNS: dict[str, tuple[Severity, str, str]] = {
+    "no_learning_rate": (
+        "fatal",
+        "The weights stay what they are, random or not.",
+        "Raise the learning rate; 1e-4 to 2e-3 is usual.",
+    ),
+    "no_gradient": (
+        "fatal",
+        "Nothing trains this part: its targets have no information, or its loss is saturated.",
+        "Look at the data and captions; if other stages encode the data, look at those.",
+    ),
+    "zero_loss": (
+        "warning",
+        "There is nothing to learn: the targets are all the same, or memorised.",
+        "Look at the data; if a codec encodes them, look at its reconstructions.",
+    ),
+    "skipped_updates": (
+        "fatal",
+        "The stage trains on a part of its data only, or diverges.",
+        "Lower train.lr, lengthen train.warmup, set train.precision=bf16 or fp32, or look for broken items in the data.",
+    ),
+    "loss_spike": (
+        "warning",
+        "Training jumped out of what it had learned; it may recover.",
+        "Lower train.lr or train.clip, or look at the items around this step.",
+    ),
+    "diverged": (
+        "warning",
+        "Training has diverged; what it learns afterwards is poor even if the loss comes back.",
+        "Lower train.lr, lengthen train.warmup, or set train.clip.",
+    ),
+    "overfitting": (
+        "warning",
+        "The stage memorises its data.",
+        "Add data or augmentation, raise dropout or train.weight_decay, make the network smaller or train for fewer steps; "
+        "`--checkpoint best` uses the weights with the lowest validation loss.",
+    ),
+    "nonfinite_weights": (
+        "fatal",
+        "The stage cannot draw or encode anything.",
+        "Lower train.lr, set train.precision=bf16 or fp32, and train from an earlier checkpoint or again.",
+    ),
+    "nonfinite_loss": (
+        "fatal",
+        "The weights, the data or the arithmetic hold nan or inf.",
+        "Lower train.lr, set train.precision=bf16 or fp32, or look for broken items in the data.",
+    ),
+    "blank_data": (
+        "fatal",
+        "There is nothing to learn.",
+        "Look at a few items of the data (kineo data check), or at the codec that encoded them.",
+    ),
+    "identical_data": ("warning", "The stage memorises one item.", "Look at the data and its splits."),
+    "one_caption": (
+        "warning",
+        "Captions cannot steer what this stage draws.",
+        "Give items their own captions, or set text.kind=none to train without.",
+    ),
+}
+
+
+def make_finding(
+    name: str, evidence: str, value: float | None = None, limit: float | None = None, severity: Severity | None = None
+) -> Finding:
+    """One of SIGNS with its evidence; `severity`: another one than usual."""
+    usual, meaning, remedy = SIGNS[name]
+    return Finding(name, severity or usual, evidence, meaning, remedy, value, limit)
+
+
+def _describe_loss(split: str, step: int) -> str:
+    return f"the {split} loss of step {step:,} is not a finite number"
 
 
 @dataclass
@@ -48,7 +115,7 @@ class StageHealth:
     batch_size: int = 32
     schedule_steps: int | None = None  # with train.minutes: of the recipe; `steps` is then an estimate until the end
     scales_loss: bool = False  # fp16: the first updates are skipped until the loss scale fits
-    _said: set[tuple[str, str]] = field(default_factory=set)
+    _reported: set[tuple[str, str]] = field(default_factory=set)
     _losses: list[tuple[int, float]] = field(default_factory=list)  # logged training losses, nan where not finite
     _logged: dict[str, list[float]] = field(default_factory=dict)  # other logged numbers that have a limit
     _skips: deque[tuple[int, float]] = field(
@@ -65,15 +132,15 @@ class StageHealth:
         """Read what an earlier process of this stage logged."""
         for record in records:
             if isinstance(finding := record.get("finding"), dict):
-                self._said.add((str(finding.get("name")), str(finding.get("severity"))))
+                self._reported.add((str(finding.get("name")), str(finding.get("severity"))))
             else:
                 self.observe(record)
 
     def is_new(self, finding: Finding) -> bool:
         """Whether the finding has not been reported yet. Asking reports it."""
         key = (finding.name, finding.severity)
-        is_new = key not in self._said
-        self._said.add(key)
+        is_new = key not in self._reported
+        self._reported.add(key)
         return is_new
 
     def check_start(self) -> list[Finding]:
@@ -85,16 +152,8 @@ class StageHealth:
         for name, path in tiny.items():
             lr, key = self.players[name].lr, "train.lr" if len(paths) == 1 else f"the lr of player {name}"
             evidence = f"{key} is {lr:g}: over {self.steps:,} steps a weight moves by at most about {path:.2g}, and {MIN_PATH:g} is needed"
-            finding = Finding(
-                "no_learning_rate",
-                "fatal" if len(tiny) == len(paths) and not self._is_trial() else "warning",
-                evidence,
-                "The weights stay what they are, random or not.",
-                "Raise the learning rate; 1e-4 to 2e-3 is usual.",
-                path,
-                MIN_PATH,
-            )
-            findings.append(finding)
+            severity: Severity = "fatal" if len(tiny) == len(paths) and not self._is_trial() else "warning"
+            findings.append(make_finding("no_learning_rate", evidence, path, MIN_PATH, severity))
         return findings
 
     def observe(self, record: Record) -> list[Finding]:
@@ -112,7 +171,7 @@ class StageHealth:
 
     def check_end(self, nonfinite: Sequence[str] = ()) -> list[Finding]:
         """Findings at the end of the stage; `nonfinite` names tensors of the weights that hold nan or inf."""
-        values = {**(self._validations[-1][1] if self._validations else {}), **self._training_means()}
+        values = {**(self._validations[-1][1] if self._validations else {}), **self._compute_training_means()}
         found = [*self._check_finite_end(values, nonfinite), *self._check_skips(at_end=True)]
         if not any(finding.severity == "fatal" for finding in found):  # else the numbers only follow from that
             found += self._check_zero(at_end=True)
@@ -124,16 +183,16 @@ class StageHealth:
     def _observe_step(self, record: Record) -> list[Finding]:
         step = int(record["step"])
         if "loss" in record:
-            self._losses.append((step, _to_float(record["loss"])))
-        for name in self._end_metrics():
+            self._losses.append((step, to_float(record["loss"])))
+        for name in self._list_end_metrics():
             if name in record:
-                self._logged.setdefault(name, []).append(_to_float(record[name]))
+                self._logged.setdefault(name, []).append(to_float(record[name]))
         if "skipped" in record:
-            self._skips.append((step, _to_float(record["skipped"])))
+            self._skips.append((step, to_float(record["skipped"])))
             self._early_skips = self._skips[-1][1] if step <= SKIP_WINDOW else self._early_skips
             while len(self._skips) > 2 and self._skips[0][0] < step - SKIP_WINDOW:
                 self._skips.popleft()
-        for name in ("loss", *self._norms()):
+        for name in ("loss", *self._name_norms()):
             if name in record:
                 self._zeros[name] = self._zeros.get(name, 0) + 1 if record[name] == 0 else 0
         found = [*self._check_skips(), *self._check_zero(), *self._check_spike(), *self._check_divergence()]
@@ -147,7 +206,7 @@ class StageHealth:
                     )
         return found
 
-    def _norms(self) -> dict[str, str]:
+    def _name_norms(self) -> dict[str, str]:
         """The gradient norm of each player, by its name in the log."""
         first = next(iter(self.players))
         return {"gradient_norm" if name == first else f"{name}/gradient_norm": name for name in self.players}
@@ -155,47 +214,31 @@ class StageHealth:
     def _check_zero(self, at_end: bool = False) -> list[Finding]:
         found = []
         seen = len(self._losses)
-        for norm, player in self._norms().items():
+        for norm, player in self._name_norms().items():
             zeros = self._zeros.get(norm, 0)
             if zeros >= ZERO_LOGS or (at_end and zeros == seen > 1 and not self._is_trial()):
                 evidence = f"the gradient norm of {player} was exactly 0 in the last {zeros} logged steps"
-                finding = Finding(
-                    "no_gradient",
-                    "fatal" if norm == "gradient_norm" else "warning",
-                    evidence,
-                    "Nothing trains this part: its targets have no information, or its loss is saturated.",
-                    "Look at the data and captions; if other stages encode the data, look at those.",
-                    0.0,
-                )
-                found.append(finding)
+                severity: Severity = "fatal" if norm == "gradient_norm" else "warning"
+                found.append(make_finding("no_gradient", evidence, 0.0, severity=severity))
         if self._zeros.get("loss", 0) >= ZERO_LOGS:
-            found.append(
-                Finding(
-                    "zero_loss",
-                    "warning",
-                    f"the loss was exactly 0 in the last {self._zeros['loss']} logged steps",
-                    "There is nothing to learn: the targets are all the same, or memorised.",
-                    "Look at the data; if a codec encodes them, look at its reconstructions.",
-                    0.0,
-                )
-            )
+            evidence = f"the loss was exactly 0 in the last {self._zeros['loss']} logged steps"
+            found.append(make_finding("zero_loss", evidence, 0.0))
         return found
 
     def _check_skips(self, at_end: bool = False) -> list[Finding]:
         step, skipped = self._skips[-1]
         start, before = self._skips[0]
-        remedy = "Lower train.lr, lengthen train.warmup, set train.precision=bf16 or fp32, or look for broken items in the data."
         share = (skipped - before) / max(1, step - start)
         if share >= SKIP_FATAL and (step - start >= SKIP_WINDOW // 2 or at_end):
             evidence = f"{skipped - before:.0f} of the last {step - start} updates were skipped because their gradient was not finite"
-            meaning = "The stage trains on a part of its data only, or diverges."
-            return [Finding("skipped_updates", "fatal", evidence, meaning, remedy, share, SKIP_FATAL)]
+            return [make_finding("skipped_updates", evidence, share, SKIP_FATAL)]
         if self.scales_loss:
             skipped -= self._early_skips
         if skipped >= 5 and skipped / step > SKIP_WARNING:
             evidence = f"{skipped:.0f} of {step} updates were skipped because their gradient was not finite"
             meaning = "A healthy stage skips none (with fp16 few, when the loss scale doubles)."
-            return [Finding("skipped_updates", "warning", evidence, meaning, remedy, skipped / step, SKIP_WARNING)]
+            finding = make_finding("skipped_updates", evidence, skipped / step, SKIP_WARNING, "warning")
+            return [replace(finding, meaning=meaning)]
         return []
 
     def _check_spike(self) -> list[Finding]:
@@ -211,13 +254,11 @@ class StageHealth:
         if loss < SPIKE_RISE * median or loss < SPIKE_TOP * max(before):
             return []
         evidence = f"the loss of step {step:,} is {loss:.4g}, {loss / median:.0f} times the median of the {len(before)} logged steps before"
-        meaning = "Training jumped out of what it had learned; it may recover."
-        remedy = "Lower train.lr or train.clip, or look at the items around this step."
-        return [Finding("loss_spike", "warning", evidence, meaning, remedy, loss / median, SPIKE_RISE)]
+        return [make_finding("loss_spike", evidence, loss / median, SPIKE_RISE)]
 
     def _check_divergence(self) -> list[Finding]:
         """The loss stays far above that of untrained weights, where the task says that the two compare."""
-        first, last = self._untrained_loss(), self._losses[-DIVERGED_LOGS:]
+        first, last = self._find_untrained_loss(), self._losses[-DIVERGED_LOGS:]
         compares = self.starts_random and any(limit.share_of == UNTRAINED_LOSS for limit in self.limits)
         if not compares or len(self._losses) <= DIVERGED_LOGS or not first > 0:
             return []
@@ -227,21 +268,19 @@ class StageHealth:
         evidence = (
             f"the loss is {last[-1][1]:.4g} at step {last[-1][0]:,}, and that of untrained weights was {first:.4g}"
         )
-        meaning = "Training has diverged; what it learns afterwards is poor even if the loss comes back."
-        remedy = "Lower train.lr, lengthen train.warmup, or set train.clip."
-        return [Finding("diverged", "warning", evidence, meaning, remedy, rise, DIVERGED_RISE)]
+        return [make_finding("diverged", evidence, rise, DIVERGED_RISE)]
 
-    def _untrained_loss(self) -> float:
+    def _find_untrained_loss(self) -> float:
         """The first logged loss; of small batches, which vary, the highest of three."""
         first = [loss for _, loss in self._losses[: 1 if self.batch_size >= 8 else 3]]
         return max(first) if first else math.nan
 
-    def _end_metrics(self) -> set[str]:
+    def _list_end_metrics(self) -> set[str]:
         """Logged numbers that a limit at the end looks at."""
         names = {name for limit in self.limits for name in (limit.metric, limit.share_of) if name is not None}
         return {name.removeprefix("train/") for name in names if name.startswith("train/")}
 
-    def _training_means(self) -> dict[str, float]:
+    def _compute_training_means(self) -> dict[str, float]:
         """Means of the last tenth of the logged steps, and the loss of untrained weights; none where logged steps are too few."""
         if self._is_trial() or len(self._losses) < 10:
             return {}
@@ -249,16 +288,20 @@ class StageHealth:
         for name, values in self._logged.items():
             if finite := [value for value in values if math.isfinite(value)]:
                 means[f"train/{name}"] = statistics.fmean(finite[-max(3, len(finite) // 10) :])
-        return means | ({UNTRAINED_LOSS: self._untrained_loss()} if self.starts_random else {})
+        return means | ({UNTRAINED_LOSS: self._find_untrained_loss()} if self.starts_random else {})
 
     # validation ------------------------------------------------------------------------------------------------------
 
     def _observe_validation(self, record: Record) -> list[Finding]:
-        step, loss = int(record["step"]), _to_float(record.get("loss"))
+        step, loss = int(record["step"]), to_float(record.get("loss"))
         self._validations.append((step, record))
         if not math.isfinite(loss):
-            twice = len(self._validations) > 1 and not math.isfinite(_to_float(self._validations[-2][1].get("loss")))
-            return [_nonfinite_loss("validation", step, "fatal" if twice else "warning")]
+            twice = len(self._validations) > 1 and not math.isfinite(to_float(self._validations[-2][1].get("loss")))
+            return [
+                make_finding(
+                    "nonfinite_loss", _describe_loss("validation", step), severity="fatal" if twice else "warning"
+                )
+            ]
         return [*self._check_limits(record, at_end=False), *self._check_overfitting()]
 
     def _check_limits(self, values: Record, at_end: bool) -> list[Finding]:
@@ -276,31 +319,26 @@ class StageHealth:
         return found
 
     def _check_overfitting(self) -> list[Finding]:
-        losses = [(step, _to_float(record.get("loss"))) for step, record in self._validations]
+        losses = [(step, to_float(record.get("loss"))) for step, record in self._validations]
         best_step, best = min(losses, key=lambda pair: pair[1] if math.isfinite(pair[1]) else math.inf)
         last = [loss for _, loss in losses[-OVERFIT_RISES - 1 :]]
         rises = len(last) > OVERFIT_RISES and all(a < b for a, b in pairwise(last))
         if not rises or best <= 0 or last[-1] < OVERFIT_RISE * best:
             return []
         edges = [0, *(step for step, _ in losses)]
-        at_best, now = self._mean_loss(edges[edges.index(best_step) - 1], best_step), self._mean_loss(*edges[-2:])
+        at_best, now = (
+            self._compute_mean_loss(edges[edges.index(best_step) - 1], best_step),
+            self._compute_mean_loss(*edges[-2:]),
+        )
         if at_best is None or now is None or now >= at_best:
             return []
-        return [
-            Finding(
-                "overfitting",
-                "warning",
-                f"the validation loss rose from {best:.4g} at step {best_step:,} to {last[-1]:.4g}, while the training loss fell "
-                f"from {at_best:.4g} to {now:.4g}",
-                "The stage memorises its data.",
-                "Add data or augmentation, raise dropout or train.weight_decay, make the network smaller or train for fewer steps; "
-                "`--checkpoint best` uses the weights with the lowest validation loss.",
-                last[-1] / best,
-                OVERFIT_RISE,
-            )
-        ]
+        evidence = (
+            f"the validation loss rose from {best:.4g} at step {best_step:,} to {last[-1]:.4g}, while the training loss fell "
+            f"from {at_best:.4g} to {now:.4g}"
+        )
+        return [make_finding("overfitting", evidence, last[-1] / best, OVERFIT_RISE)]
 
-    def _mean_loss(self, start: int, stop: int) -> float | None:
+    def _compute_mean_loss(self, start: int, stop: int) -> float | None:
         losses = [loss for step, loss in self._losses if start < step <= stop and math.isfinite(loss)]
         return statistics.fmean(losses) if losses else None
 
@@ -310,16 +348,15 @@ class StageHealth:
         if nonfinite:
             names = ", ".join(nonfinite[:3]) + (" …" if len(nonfinite) > 3 else "")
             evidence = f"{len(nonfinite)} tensors hold nan or inf: {names}"
-            meaning = "The stage cannot draw or encode anything."
-            remedy = "Lower train.lr, set train.precision=bf16 or fp32, and train from an earlier checkpoint or again."
-            return [Finding("nonfinite_weights", "fatal", evidence, meaning, remedy, float(len(nonfinite)), 0.0)]
+            return [make_finding("nonfinite_weights", evidence, float(len(nonfinite)), 0.0)]
         step = self._validations[-1][0] if self._validations else 0
-        if "loss" in values and not math.isfinite(_to_float(values["loss"])):
-            return [_nonfinite_loss("validation", step, "fatal")]
+        if "loss" in values and not math.isfinite(to_float(values["loss"])):
+            return [make_finding("nonfinite_loss", _describe_loss("validation", step))]
         if self._losses and not math.isfinite(self._losses[-1][1]):
             # One bad batch is skipped and harms nothing; several in a row mean that training cannot go on.
             in_a_row = self._skips[-1][1] - self._skips[-2][1] if len(self._skips) > 1 else 0.0
-            return [_nonfinite_loss("training", self._losses[-1][0], "warning" if in_a_row == 1 else "fatal")]
+            evidence = _describe_loss("training", self._losses[-1][0])
+            return [make_finding("nonfinite_loss", evidence, severity="warning" if in_a_row == 1 else "fatal")]
         return []
 
     def _is_trial(self) -> bool:
@@ -331,93 +368,3 @@ class StageHealth:
         first = next(iter(self.players.values()))
         schedule = self.schedule_steps or self.steps
         return self._is_trial() or schedule < 2 * first.warmup or first.lr * self.steps < YOUNG_PATH
-
-
-def _nonfinite_loss(split: str, step: int, severity: Any) -> Finding:
-    return Finding(
-        "nonfinite_loss",
-        severity,
-        f"the {split} loss of step {step:,} is not a finite number",
-        "The weights, the data or the arithmetic hold nan or inf.",
-        "Lower train.lr, set train.precision=bf16 or fp32, or look for broken items in the data.",
-    )
-
-
-def _to_float(value: Any) -> float:
-    """Null in the file is a number that was not finite, or none."""
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-# Data ----------------------------------------------------------------------------------------------------------------
-
-
-class DataProbe:
-    """Looks at the first items of a stage until two of them differ. Every process looks at its own; `check` joins them."""
-
-    def __init__(self, reads_captions: bool) -> None:
-        self.reads_captions = reads_captions
-        self._items = 0
-        self._kind = ""
-        self._first: Tensor | None = None
-        self._differ = False
-        self._captions: set[str] = set()
-        self._all_have_captions = True
-
-    def add(self, batches: Sequence[Batch]) -> None:
-        for batch in batches:
-            fields = {"pixels": batch.pixels, "tokens": batch.tokens, "latents": batch.latents}
-            kind, values = next(((kind, value) for kind, value in fields.items() if value is not None), ("", None))
-            self._items += len(batch)
-            self._captions |= set(batch.captions or ())
-            self._all_have_captions &= batch.captions is not None
-            if values is None:
-                self._differ = True
-                continue
-            if self._first is None:
-                self._kind, self._first = kind, values[0]
-            first = self._first
-            self._differ = self._differ or any(not torch.equal(value, first) for value in values)
-
-    def summary(self) -> dict[str, Any]:
-        """What the other processes need to know, as JSON."""
-        part: dict[str, Any] = {"items": self._items, "kind": self._kind, "differ": self._differ or self._first is None}
-        # Captions that are embedded already are not known.
-        part["captions"] = sorted(self._captions)[:2] if self._all_have_captions else []
-        if not part["differ"] and self._first is not None:
-            values = self._first.contiguous().flatten()
-            part["blank"] = bool(values.min() == values.max())
-            part["value"] = float(values[0])
-            part["digest"] = hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
-        return part
-
-    def check(self, summaries: Sequence[dict[str, Any]]) -> list[Finding] | None:
-        """Findings of all processes' items; None: look at more of them."""
-        items = sum(part["items"] for part in summaries)
-        captions = {caption for part in summaries for caption in part["captions"]}
-        differ = any(part["differ"] for part in summaries) or len({part["digest"] for part in summaries}) > 1
-        one_caption = self.reads_captions and len(captions) == 1 and all(part["captions"] for part in summaries)
-        if items < PROBE_ITEMS and (not differ or one_caption):
-            return None
-        first, found = summaries[0], []
-        if not differ:
-            what = {"pixels": "pictures", "tokens": "token grids"}.get(first["kind"], "items")
-            same = f"the first {items} {what} are all the same"
-            if first["blank"]:
-                every = f"and every value in them is {first['value']:g}"
-                remedy = "Look at a few items of the data (kineo data check), or at the codec that encoded them."
-                found.append(
-                    Finding(
-                        "blank_data", "fatal", f"{same}, {every}", "There is nothing to learn.", remedy, first["value"]
-                    )
-                )
-            else:
-                meaning = "The stage memorises one item."
-                found.append(Finding("identical_data", "warning", same, meaning, "Look at the data and its splits."))
-        if one_caption:
-            caption = next(iter(captions))
-            text = caption if len(caption) <= 60 else f"{caption[:57]}…"
-            evidence = f"the first {items} items have the same caption, {text!r}"
-            meaning = "Captions cannot steer what this stage draws."
-            remedy = "Give items their own captions, or set text.kind=none to train without."
-            found.append(Finding("one_caption", "warning", evidence, meaning, remedy, 1.0))
-        return found

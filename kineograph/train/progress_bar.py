@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from kineograph.core.notes import Note
 
 LINE_EVERY = 15.0  # seconds between lines without a terminal
 
@@ -19,7 +21,7 @@ class Progress:
         stage: str,
         steps: int | None,
         quiet: bool = False,
-        log_note: Callable[[str], None] | None = None,
+        log_note: Note | None = None,
     ) -> None:
         """`steps` is None for a stage that ends by the clock. `log_note` gets every note, whether the console shows it or not."""
         self.stage = stage

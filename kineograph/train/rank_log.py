@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -20,9 +20,9 @@ from typing import TextIO
 
 from kineograph.core import distributed, heartbeat
 from kineograph.core.run_folder import open_unlinked
+from kineograph.core.notes import Note
 
 TIMINGS_EVERY = 30.0  # seconds
-Note = Callable[[str], None]
 
 
 def log_file(run: Path, rank: int) -> Path:

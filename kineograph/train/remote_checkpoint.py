@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from kineograph.core.errors import InputError
 from kineograph.core.remote_files import await_answer, describe_failure, download, is_url, open_filesystem
+from kineograph.core.notes import Note
 from kineograph.core.tar_reader import DAMAGED, TarDamaged, TarReader, decompress
 from kineograph.core.text_file import parse_json
 from kineograph.train import checkpoint
@@ -32,7 +33,7 @@ def is_remote(source: str) -> bool:
 
 
 @contextmanager
-def download_checkpoint(source: str, near: Path, note: Callable[[str], None]) -> Iterator[Path]:
+def download_checkpoint(source: str, near: Path, note: Note) -> Iterator[Path]:
     """Yield a checked checkpoint folder or safetensors file, and delete it afterwards unless it was moved.
 
     It lies in a hidden folder in `near`, so that moving it is one rename. A failure leaves nothing behind.

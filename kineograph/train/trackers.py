@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard and Weights & Biases, fed with the records of metrics.jsonl, samples and checkpoints."""
+"""Trackers: TensorBoard, Weights & Biases and the Hugging Face hub, fed with the records of metrics.jsonl, samples and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import os
 import re
 import secrets
+import shutil
 import textwrap
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -22,13 +24,12 @@ from kineograph.core.errors import InputError
 from kineograph.core.health import Finding
 from kineograph.core.run_folder import read_json
 from kineograph.train.config import HubConfig, WandbConfig
-from kineograph.train.hub_folder import HubFolder, import_hub
 from kineograph.train.metrics_file import Record
 from kineograph.train.phases import phase_of
 
 
-class Tracker(Protocol):
-    """The training thread calls `log`, the saver's thread calls `log_media`."""
+class Tracker:
+    """Takes what training logs; a tracker overrides what it can show. The training thread calls `log`, the saver's thread `log_media`."""
 
     def begin(self, stage: str, step: int) -> None:
         """Begin a stage, or resume it at `step`: later points no longer count."""
@@ -43,9 +44,10 @@ class Tracker(Protocol):
         """Log samples one by one with their captions: PNG, GIF or MP4, which has a film strip (.strip.png) beside it."""
 
     def log_checkpoint(self, stage: str, step: int, path: Path, best: bool) -> None:
-        """Upload a complete checkpoint, if the tracker stores files."""
+        """Upload a complete checkpoint."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run ends."""
 
 
 def open_trackers(
@@ -76,7 +78,7 @@ def check_trackers(names: Collection[str], hub: HubConfig | None = None) -> None
         import_hub()
 
 
-def _numbers(record: Record) -> Iterator[tuple[str, float]]:
+def _iterate_numbers(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers of a record by name, without `step`."""
     for name, value in record.items():
         if name != "step" and isinstance(value, (Real, Tensor)) and not isinstance(value, bool):
@@ -86,7 +88,7 @@ def _numbers(record: Record) -> Iterator[tuple[str, float]]:
 # TensorBoard ---------------------------------------------------------------------------------------------------------
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in `folder/<stage>`, tags `<stage>/<split>/<name>`.
 
     Each stage has its own folder, because TensorBoard purges by step: stages in one folder would purge each other.
@@ -108,8 +110,8 @@ class TensorBoard:
             self._writers[stage].add_text("config", textwrap.indent(dump_yaml(self.config), "    "), 0)
 
     def log(self, record: Record) -> None:
-        writer = self._writer(record["stage"], record["step"])
-        for name, value in _numbers(record):
+        writer = self._get_writer(record["stage"], record["step"])
+        for name, value in _iterate_numbers(record):
             writer.add_scalar(f"{record['stage']}/{record['split']}/{name}", value, record["step"])
         if "finding" in record:
             finding = Finding.from_json(record["finding"])
@@ -122,7 +124,7 @@ class TensorBoard:
         with Image.open(path) as opened:
             width, height = opened.size
         image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=path.read_bytes())
-        writer = self._writer(name.partition("/")[0], step)
+        writer = self._get_writer(name.partition("/")[0], step)
         writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
         if caption:
             writer.add_text(f"{name}/caption", caption, step)
@@ -132,15 +134,12 @@ class TensorBoard:
             shown = path.with_suffix(".strip.png") if path.suffix == ".mp4" else path  # it plays GIFs, not MP4
             self.log_media(step, f"{name}/{number:02d}", shown, caption)
 
-    def log_checkpoint(self, stage: str, step: int, path: Path, best: bool) -> None:
-        """TensorBoard stores no files."""
-
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
 
-    def _writer(self, stage: str, step: int) -> Any:
+    def _get_writer(self, stage: str, step: int) -> Any:
         if stage not in self._writers:
             self.begin(stage, step - 1)
         return self._writers[stage]
@@ -164,7 +163,7 @@ def import_wandb(reason: str, alternative: str = "") -> Any:
     return module
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Tracker):
     """One W&B run per run folder, over all its stages and resumes. Offline with WANDB_MODE=offline.
 
     W&B deletes no points, so a resumed run leaves out what it logged before: `wandb/kineograph.json` holds the run's id
@@ -209,7 +208,7 @@ class WeightsAndBiases:
 
     def log(self, record: Record) -> None:
         stage, split, step = record["stage"], record["split"], record["step"]
-        numbers = {f"{stage}/{split}/{name}": value for name, value in _numbers(record)}
+        numbers = {f"{stage}/{split}/{name}": value for name, value in _iterate_numbers(record)}
         kind = record["finding"]["name"] if "finding" in record else phase_of(record)
         self._log_once(f"{stage}/{split}/{kind}", stage, step, numbers)
 
@@ -259,3 +258,79 @@ class WeightsAndBiases:
             json.dumps({"id": self._id, "reached": self._last_steps, "logged": self._logged + 1}), encoding="utf-8"
         )
         os.replace(temporary, self._memory_file)
+
+
+# Hugging Face hub ------------------------------------------------------------------------------------------------------
+
+
+def import_hub() -> Any:
+    try:
+        return importlib.import_module("huggingface_hub")
+    except ImportError:
+        raise InputError(
+            "train.hub.repo needs huggingface_hub, which is not installed: pip install huggingface_hub, or leave it out and upload RUN/hub"
+        ) from None
+
+
+class HubFolder(Tracker):
+    """Keeps the newest and the best checkpoint of each stage in `RUN/hub`, laid out as a model repository, and uploads it if one is named.
+
+        README.md  config.yaml  <stage>/latest/  <stage>/best/
+
+    `init` and `--resume-from` take file://RUN/hub/<stage>/latest, and hf://REPO/<stage>/latest. An upload that fails is a warning.
+    """
+
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any], target: HubConfig | None = None) -> None:
+        self.folder, self.name = folder / "hub", name
+        self.target = target or HubConfig()
+        self._api = import_hub().HfApi() if self.target.repo is not None else None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        if not (self.folder / "README.md").exists():  # yours to edit
+            (self.folder / "README.md").write_text(_describe(name, list(config.get("stages", {}))), encoding="utf-8")
+
+    def log_checkpoint(self, stage: str, step: int, path: Path, best: bool) -> None:
+        for place in ("latest", *(["best"] if best else [])):
+            _replace_folder(path, self.folder / stage / place)
+        if self._api is None:
+            return
+        try:
+            self._api.create_repo(self.target.repo, private=self.target.private, exist_ok=True)
+            self._api.upload_folder(
+                repo_id=self.target.repo,
+                folder_path=str(self.folder),
+                commit_message=f"{self.name}: {stage}, step {step}",
+            )
+        except Exception as error:  # the network, the account, the quota
+            warnings.warn(
+                f"train.hub.repo={self.target.repo}: the checkpoint of {stage}, step {step}, was not uploaded ({error}); "
+                f"it is in {self.folder}",
+                stacklevel=2,
+            )
+
+
+def _replace_folder(source: Path, target: Path) -> None:
+    """Copy a checkpoint, as links where the disk allows it; a reader sees the old folder or the new one."""
+    fresh = target.with_name(f"{target.name}.part")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(source, fresh, copy_function=_link_or_copy)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(fresh, target)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    # phase.json and the like are replaced by rename, so a link never changes.
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _describe(name: str, stages: list[str]) -> str:
+    first = stages[0] if stages else "STAGE"
+    return (
+        f"---\nlibrary_name: kineograph\n---\n\n# {name}\n\n"
+        f"Checkpoints of the stages {', '.join(stages)}, written by Kineograph; `config.yaml` repeats the run.\n\n"
+        f"    kineo train config.yaml stages.{first}.init=hf://REPO/{first}/latest\n"
+    )

@@ -26,8 +26,9 @@ from kineograph.core.task import Mean, Task
 from kineograph.train import checkpoint
 from kineograph.train.clock import StageClock, read_share
 from kineograph.train.config import TrainConfig
+from kineograph.train.data_probe import DataProbe
 from kineograph.train.determinism import allow_all_algorithms
-from kineograph.train.health import DataProbe, StageHealth
+from kineograph.train.health import StageHealth
 from kineograph.train.phases import (
     Cursor,
     Phase,

@@ -1,7 +1,5 @@
 """Packs and data.source=cache: rows come back as they were written, damage and misfits are refused."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -197,39 +195,6 @@ def test_reader_refuses_another_codec(tmp_path):
     with pytest.raises(InputError, match=r"other weights \(a{12}\) than the codec runs/x/tokenizer has \(b{12}\)"):
         source.check_codec("runs/x/tokenizer", "b" * 64)
     opened(fill_pack(tmp_path / "unknown")).check_codec("runs/x/tokenizer", "b" * 64)  # made elsewhere: nobody knows
-
-
-def test_shards_of_an_earlier_version_are_read(tmp_path):
-    """shards.json lists buckets; each has its items in shards of up to `each`, in order."""
-    of = np.array([0, 1, 0, 1, 1], np.int16)
-    np.save(tmp_path / "buckets.npy", of)
-    shapes = [[1, 16, 24], [5, 16, 16]]
-    tree = {
-        "key": "old",
-        "count": 5,
-        "each": 2,
-        "split": "train",
-        "shapes": shapes,
-        "usual": [5, 16, 16],
-        "buckets": {},
-    }
-    (tmp_path / "shards.json").write_text(json.dumps(tree))
-    for number, items in enumerate(([0, 2], [1, 3], [4])):
-        folder = tmp_path / f"shard-{number:05d}"
-        pack = writer(folder, count=len(items), split="train")
-        fields = {"tokens": IDS[items], "fps": torch.full((len(items),), 8.0)}
-        pack.append(fields, [KEYS[item] for item in items], [NAMES[item] for item in items])
-        pack.close()
-        (folder / "keys.npy").unlink()
-        header = json.loads((folder / "cache.json").read_text())
-        (folder / "cache.json").write_text(json.dumps(header | {"complete": True}))
-    source = opened(tmp_path)
-    assert [source.identity(index) for index in range(5)] == NAMES[:5]
-    assert all(torch.equal(source.read(index, np.random.default_rng(0)).tokens, IDS[index]) for index in range(5))
-    assert [tuple(source.buckets.shape(index)) for index in range(5)] == [tuple(shapes[bucket]) for bucket in of]
-    (tmp_path / "shard-00001" / "cache.json").write_text(json.dumps(header | {"done": 0}))
-    with pytest.raises(InputError, match="unfinished"):
-        opened(tmp_path)
 
 
 def test_damaged_caches(tmp_path):

@@ -55,7 +55,7 @@ def test_what_goes_into_which_panel(tmp_path):
     nasty(tmp_path / "metrics.jsonl")
     records = list(read_records(tmp_path / "metrics.jsonl"))
     axis = curves._Axis(records)
-    panels = {panel.title: panel.curves for panel in curves._panels(records, axis)}
+    panels = {panel.title: panel.curves for panel in curves._build_panels(records, axis)}
     assert set(panels["loss of tokenizer"]) == {"train", "validation", "discriminator/loss, train"}
     assert set(panels["loss of tokenizer"]["train"]) == {"tokenizer"}
     assert set(panels["loss of generator"]) == set(panels["loss of critic"]) == {"train"}
@@ -76,7 +76,7 @@ def test_each_unit_has_an_axis_of_its_own(tmp_path):
     numbers = dict.fromkeys(names, 0.3) | {"loss": 0.6, "quantizer": 0.0, "cross_entropy": 0.6}
     (tmp_path / "metrics.jsonl").write_text("".join(line("only", step, **numbers) for step in (1, 2)))
     records = list(read_records(tmp_path / "metrics.jsonl"))
-    panels = {panel.title: panel.curves for panel in curves._panels(records, curves._Axis(records))}
+    panels = {panel.title: panel.curves for panel in curves._build_panels(records, curves._Axis(records))}
     assert {title: [name.removesuffix(", train") for name in found] for title, found in panels.items()} == {
         # A term of 0 is switched off, and one that equals the loss shows nothing more.
         "loss of only": ["train", "reconstruction", "kl", "tokens/entropy"],
@@ -151,7 +151,7 @@ def test_findings_are_marked_where_they_were_made(tmp_path, monkeypatch):
     (mark,) = curves.find_marks(records, axis)
     assert (mark.name, mark.severity) == ("codec_collapsed", "fatal")
     assert mark.x == pytest.approx(axis.position("tokenizer", 4 * curves.DENSE))
-    assert not any("collapsed" in name for panel in curves._panels(records, axis) for name in panel.curves)
+    assert not any("collapsed" in name for panel in curves._build_panels(records, axis) for name in panel.curves)
     drawn = []
     monkeypatch.setattr(curves, "_draw_marks", lambda axes, marks, named: drawn.append((marks, named)))
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")

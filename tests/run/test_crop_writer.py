@@ -13,7 +13,7 @@ from kineograph.core.noise import numpy_rng
 from kineograph.data.folder import Folder, FolderConfig
 from kineograph.media.clips import write_clip
 from kineograph.media.frames import to_pixels
-from kineograph.run.crop_writer import CropConfig, _draw_pan, draw_crop, title_of, write_crops
+from kineograph.run.crop_writer import CropConfig, _draw_pan, draw_crop, find_title, write_crops
 from kineograph.run.dataset_writer import write_dataset
 
 
@@ -67,8 +67,8 @@ def test_versions_of_one_picture_are_one(wallpapers, tmp_path):
     ["sea.jpg", "sea_1920x1080.png", "Sea-5640x3172 (copy).jpg", "sea-d.webp", "sea/contents/images_dark/1x2.png"],
 )
 def test_titles_leave_out_resolution_and_tint(path):
-    assert title_of(Path("/usr/share") / path) == "sea"
-    assert title_of(Path("/usr/share/red.png")) == "red"
+    assert find_title(Path("/usr/share") / path) == "sea"
+    assert find_title(Path("/usr/share/red.png")) == "red"
 
 
 def test_crops_are_parts_of_the_picture_and_never_enlarged():

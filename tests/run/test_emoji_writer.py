@@ -62,7 +62,7 @@ def write_package(path: Path, files: dict[str, bytes] = FILES) -> Path:
 
 @pytest.fixture(autouse=True)
 def published(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emoji_writer, "SHA256", emoji_writer._digest(FILES))
+    monkeypatch.setattr(emoji_writer, "SHA256", emoji_writer._hash_files(FILES))
 
 
 def test_pictures_on_white_with_their_names(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

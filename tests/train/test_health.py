@@ -16,7 +16,8 @@ from kineograph.core.batch import Batch
 from kineograph.core.errors import RunFailed
 from kineograph.core.health import LOSS_FALLS, Finding, Limit, read_findings
 from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig
-from kineograph.train.health import DataProbe, StageHealth
+from kineograph.train.data_probe import DataProbe
+from kineograph.train.health import StageHealth
 from kineograph.train.phases import Cursor
 from kineograph.train.stepper import Stepper
 from kineograph.train.trainer import Trainer, TrainerHooks

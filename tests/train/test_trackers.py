@@ -380,7 +380,7 @@ def test_each_clip_is_an_item_of_wandb(tmp_path, monkeypatch):
 
 
 def test_checkpoints_go_to_a_folder_of_the_hub(tmp_path, monkeypatch):
-    from kineograph.train import hub_folder
+    from kineograph.train import trackers
 
     calls: list = []
 
@@ -393,7 +393,7 @@ def test_checkpoints_go_to_a_folder_of_the_hub(tmp_path, monkeypatch):
                 raise OSError("no network")
             calls.append((repo_id, Path(folder_path).name, commit_message))
 
-    monkeypatch.setattr(hub_folder, "import_hub", lambda: type("module", (), {"HfApi": Api}))
+    monkeypatch.setattr(trackers, "import_hub", lambda: type("module", (), {"HfApi": Api}))
     (tracker,) = open_trackers(["hub"], tmp_path, "demo", {"stages": {"tokenizer": {}}}, hub=HubConfig(repo="me/demo"))
     for step, best in ((4, True), (8, False)):
         saved = tmp_path / f"step-{step}"

@@ -262,7 +262,6 @@ class CogVideoX(
 
 def released_codec(folder: str, context: BuildContext, tile: tuple[int, int] | None, patch: int) -> CausalVAE:
     """The VAE of a diffusers folder. On fake tensors the folder may not exist yet: then the released VAE's shape is used."""
-    from kineograph.codec.causal_vae import CausalVAE
     from kineograph.codec.causal_vae_weights import config_from_diffusers, load_diffusers_vae
 
     path = Path(folder).expanduser()

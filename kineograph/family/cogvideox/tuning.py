@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kineograph.core.config_file import load_file
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.notes import Note
 from kineograph.core.task import freeze, is_fake_or_meta
 from kineograph.core.text_file import parse_json
 from kineograph.core.weight_files import DIFFUSERS_STEM, WeightFiles, open_weights
@@ -190,24 +191,24 @@ def check_positions(network: Transformer, folder: str, stage: str) -> None:
         wanted = getattr(theirs, key)
         found = network.base_size if key == "base_size" else getattr(shape, key)
         if found != wanted:
-            said = f"[{wanted[0]},{wanted[1]}]" if key == "base_size" else wanted
-            raise ConfigError(f"{place} has {key}={said}, and the stage has {found}: set stages.{stage}.{key}={said}")
+            shown = f"[{wanted[0]},{wanted[1]}]" if key == "base_size" else wanted
+            raise ConfigError(f"{place} has {key}={shown}, and the stage has {found}: set stages.{stage}.{key}={shown}")
 
 
-def check_scheduler(config: CogVideoXConfig, stage: str, note: Callable[[str], None]) -> None:
+def check_scheduler(config: CogVideoXConfig, stage: str, note: Note) -> None:
     """Refuse a noise schedule that differs from the folder's; warn about sampling options that are not supported."""
     place = Path(str(config.weights)).expanduser() / "scheduler" / "scheduler_config.json"
     if not place.is_file():
         return
-    said = load_file(place)
-    theirs, _ = read_scheduler(said, said.get("_class_name", "CogVideoXDDIMScheduler"), place)
+    scheduler = load_file(place)
+    theirs, _ = read_scheduler(scheduler, scheduler.get("_class_name", "CogVideoXDDIMScheduler"), place)
     for key, (wanted, found) in compare_diffusion(theirs, config.diffusion).items():
         shown = str(wanted).lower() if isinstance(wanted, bool) else wanted
         raise ConfigError(
             f"{place} has diffusion.{key}={shown}, and the stage has {found}: set stages.{stage}.diffusion.{key}={shown}, "
             "or remove the file to train with another schedule"
         )
-    for line in unsupported_scheduler_options(said, place):
+    for line in unsupported_scheduler_options(scheduler, place):
         note(f"warning: {line}")
 
 
