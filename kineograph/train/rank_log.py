@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TextIO
 
 from kineograph.core import distributed, heartbeat
-from kineograph.core.run_folder import open_unlinked
 from kineograph.core.notes import Note
+from kineograph.core.run_folder import open_unlinked
 
 TIMINGS_EVERY = 30.0  # seconds
 

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kineograph.core.errors import InputError
-from kineograph.core.remote_files import await_answer, describe_failure, download, is_url, open_filesystem
 from kineograph.core.notes import Note
+from kineograph.core.remote_files import await_answer, describe_failure, download, is_url, open_filesystem
 from kineograph.core.tar_reader import DAMAGED, TarDamaged, TarReader, decompress
 from kineograph.core.text_file import parse_json
 from kineograph.train import checkpoint
