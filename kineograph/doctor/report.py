@@ -14,6 +14,7 @@ from kineograph.core import distributed, kernels
 from kineograph.core.distributed import World
 from kineograph.core.memory import main_memory
 from kineograph.core.notes import Note
+from kineograph.core.units import format_count, format_size
 from kineograph.doctor import machine
 from kineograph.doctor.estimate import MAX_MEMORY_SHARE, Estimate, count_data_ranks, estimate_stage
 from kineograph.doctor.sharded_memory import count_shards
@@ -265,23 +266,8 @@ def _plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number > 1)}"
 
 
-def format_size(number: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"
-        number /= 1024
-    return f"{number:.3g} TiB"
-
-
 def format_flops(number: float) -> str:
     return f"{number / 1e12:,.3g} TFLOP" if number >= 1e12 else f"{number / 1e9:.3g} GFLOP"
-
-
-def format_count(number: int) -> str:
-    for limit, unit in ((1e9, "billion"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.3g} {unit}"
-    return str(number)
 
 
 def format_time(seconds: float) -> str:

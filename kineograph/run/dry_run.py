@@ -13,10 +13,11 @@ from kineograph.core.distributed import World
 from kineograph.core.errors import InputError, NoData
 from kineograph.core.notes import Note
 from kineograph.core.run_folder import RunFolder
+from kineograph.core.units import format_size
 from kineograph.data.open_source import BlankSource, source_name
 from kineograph.doctor import machine
 from kineograph.doctor.estimate import Estimate, estimate_stage
-from kineograph.doctor.report import format_size, report_environment, report_plan
+from kineograph.doctor.report import report_environment, report_plan
 from kineograph.run.checks import check_stages
 from kineograph.run.launch import read_launcher_env
 from kineograph.run.layers import read_config

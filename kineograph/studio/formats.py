@@ -35,21 +35,6 @@ def format_date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def format_bytes(size: float) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size:.0f} bytes"
-
-
-def format_count(number: int) -> str:
-    """Parameters: 512, 3.1 k, 24.6 M, 1.7 billion."""
-    for limit, unit in ((1e9, "billion"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.3g} {unit}"
-    return str(number)
-
-
 def draw_spark(values: Sequence[float], width: int = 96, height: int = 24) -> str:
     """Points of an SVG polyline; empty without two values."""
     if len(values) < 2:

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from kineograph import __version__
 from kineograph.core.text_file import replace_surrogates
+from kineograph.core.units import format_count, format_size
 from kineograph.studio import formats
 from kineograph.studio.runs import Run
 
@@ -56,8 +57,8 @@ def make_environment() -> Environment:
         "number": formats.format_number,
         "duration": formats.format_duration,
         "date": formats.format_date,
-        "bytes": formats.format_bytes,
-        "count": formats.format_count,
+        "bytes": format_size,
+        "count": format_count,
         "spark": formats.draw_spark,
         "script_json": to_script_json,
     }

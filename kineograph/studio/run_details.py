@@ -61,21 +61,21 @@ class Setting:
 
 def list_settings(*trees: Mapping[str, Any]) -> list[Setting]:
     """All keys of some configs in the order of the first, with their values as text."""
-    flat = [{key: format_value(value) for key, value in flatten(tree).items()} for tree in trees]
+    flat = [{key: format_yaml(value) for key, value in flatten(tree).items()} for tree in trees]
     keys = dict.fromkeys(key for tree in flat for key in tree if key not in _ORIGIN)
     return [Setting(key, tuple(tree.get(key) for tree in flat)) for key in keys]
 
 
-def format_value(value: Any) -> str:
+def format_yaml(value: Any) -> str:
     """A value as it is written in YAML, on one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(format_value, value))}]"
+        return f"[{', '.join(map(format_yaml, value))}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {format_yaml(item)}" for key, item in value.items()) + "}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -117,7 +117,7 @@ def _read_result(split: str, place: re.Match[str], metric: str, record: Any) -> 
         return None
     values = {str(key): float(value) if is_number(value) else None for key, value in record["values"].items()}
     labels = record.get("labels")
-    told = {str(key): format_value(value) for key, value in labels.items()} if isinstance(labels, dict) else {}
+    told = {str(key): format_yaml(value) for key, value in labels.items()} if isinstance(labels, dict) else {}
     samples = record.get("samples")
     return Result(
         split,

@@ -134,6 +134,8 @@ def make_id(path: Path) -> str:
 def take_fingerprint(path: Path) -> Any:
     """Changes whenever the description of a run may: sizes and times of its files, and whether it is in use."""
     marks: list[Any] = [RunFolder(path).in_use()]
+    with suppress(OSError):  # pages that show its tail follow it
+        marks.append(("log", os.stat(path / "logs" / "rank-0.log").st_size))
     with suppress(OSError), os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

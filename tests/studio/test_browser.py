@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,7 +15,7 @@ import pytest
 from kineograph.studio.report import write_report
 from kineograph.studio.runs import make_id
 from tests.studio.conftest import watch_page
-from tests.studio.run_folders import make_record, write_evaluation, write_run
+from tests.studio.run_folders import make_record, write_evaluation, write_metrics, write_run
 
 pytestmark = pytest.mark.browser
 STORED = Path(__file__).parents[1] / "fixtures" / "runs"
@@ -40,6 +41,34 @@ def test_runs_appear_change_filter_and_compare(page: Any, runs: Path) -> None:
     page.locator(".chart canvas").first.wait_for()
     assert page.locator(".chart").first.get_attribute("aria-label").startswith("Loss: ")
     assert page.locator(".wall .clip").count() == 4
+
+
+def test_the_filter_key_works_from_a_tick_and_a_removed_run_says_so(page: Any, runs: Path) -> None:
+    write_run(runs / "doomed")
+    page.locator("tr[data-name=doomed] input").check()
+    page.keyboard.press("/")
+    page.keyboard.type("doom")
+    page.locator("tr[data-name=demo]").wait_for(state="hidden")
+    page.get_by_role("link", name="doomed").click()
+    page.locator(".chart canvas").first.wait_for()
+    shutil.rmtree(runs / "doomed")
+    page.get_by_text("This run has been removed.").wait_for()
+    page.wait_for_timeout(2_500)  # a browser would connect again by now
+    assert page.locator("#live").inner_text() == "This run has been removed."
+
+
+def test_a_single_value_is_seen(page: Any, runs: Path) -> None:
+    run = write_run(runs / "young")
+    write_metrics(run, [make_record("generator", 1, 1.7)])
+    page.get_by_role("link", name="young").click()
+    page.locator(".chart canvas").first.wait_for()
+    blue = """canvas => {
+      const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+      let count = 0;
+      for (let at = 0; at < data.length; at += 4) count += data[at + 3] > 200 && data[at + 2] - data[at] > 90;
+      return count;
+    }"""
+    assert page.locator(".chart canvas").first.evaluate(blue) > 0
 
 
 def test_curves_are_drawn_and_grow(page: Any, runs: Path) -> None:
@@ -105,6 +134,10 @@ def test_a_whole_path_ends_with_a_drawing_that_repeats(page: Any, runs: Path) ->
     page.locator(".drawing").nth(1).wait_for(timeout=60_000)
     first, second = sorted((runs / "phenaki" / "studio").glob("*.gif"))
     assert first.read_bytes() == second.read_bytes()
+    page.locator(".drawing .clip").first.click()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#large-media img").get_attribute("src").endswith(first.name)
+    page.keyboard.press("Escape")
     page.get_by_role("button", name="Free it").click()
     page.locator("#model").wait_for(state="hidden")
 

@@ -259,6 +259,9 @@ def test_bad_uploads_are_refused(client: Any, runs: Path, monkeypatch: pytest.Mo
     ):
         answer = client.post(address(runs) + "/upload", content=data)
         assert answer.status_code == 422 and words in answer.json()["error"]
+    with monkeypatch.context() as patch:  # a few bytes that decode to a huge picture
+        patch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+        assert "too large" in client.post(address(runs) + "/upload", content=picture()).json()["error"]
     monkeypatch.setattr(drawing, "UPLOAD_LIMITS", drawing.UPLOAD_LIMITS.model_copy(update={"pixels": 100}))
     assert "too large" in client.post(address(runs) + "/upload", content=picture()).json()["error"]
     assert not (runs / "demo" / "studio" / "uploads").exists()

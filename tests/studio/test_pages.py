@@ -134,6 +134,10 @@ def test_runs_are_compared(client: TestClient, runs: Path) -> None:
     assert "0.75" in page and "All runs have seed 0" in page
     for prompt in PROMPTS:
         assert prompt in page
+    third = write_run(runs / "third", prompts=["something else", "and more"])
+    client.get("/")
+    page = client.get("/compare", params={"run": [*ids, make_id(third.resolve())]}).text
+    assert "something else" in page and PROMPTS[0] in page  # it shares no prompt, and shows its own
     assert "Choose two to four runs" in client.get("/compare", params={"run": ids[:1]}).text
     assert client.get("/compare", params={"run": ["nothing", "../.."]}).status_code == 200
 

@@ -85,7 +85,7 @@ def test_the_slider_asks_for_bars_settings_and_a_command(client: Any, monkeypatc
     monkeypatch.setattr(memory_plan, "worker_command", lambda preset: [sys.executable, "-c", f"print({line!r})"])
     assert "Memory of the GPU" in client.get("/plan/muse-tiny").text
     fits = wait_for_fit(client, 48)
-    assert "kineo train muse-tiny<" in fits and "activations 30.0 GiB" in fits
+    assert "kineo train muse-tiny<" in fits and "activations 30 GiB" in fits
     assert "stages.generator.train.accumulate=2" in wait_for_fit(client, 32)
     small = wait_for_fit(client, 4)
     assert "Does not fit." in small and "Not every stage fits 4 GiB" in small and "kineo train muse-tiny<" not in small

@@ -11,7 +11,7 @@ import pytest
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder
 from kineograph.studio import runs as module
-from kineograph.studio.runs import RunIndex, check_roots, make_id
+from kineograph.studio.runs import RunIndex, check_roots, make_id, take_fingerprint
 from tests.studio.run_folders import PROMPTS, write_evaluation, write_run
 
 
@@ -80,6 +80,14 @@ def test_the_end_of_a_process_is_seen_although_no_file_changes(tmp_path: Path) -
         mark = os.stat(path / ".lock").st_mtime_ns
     assert states(index) == {"one": "interrupted"}
     assert os.stat(path / ".lock").st_mtime_ns == mark
+
+
+def test_a_line_of_the_log_is_news(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "one")
+    before = take_fingerprint(path)
+    with open(path / "logs" / "rank-0.log", "a") as file:
+        file.write("encoding 5 of 10 items\n")
+    assert take_fingerprint(path) != before
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:

@@ -34,6 +34,15 @@
     });
   }
 
+  // 1, 2 … 9, 10, 20 … between two values; uPlot would count from the lower one.
+  function logTicks(low, high) {
+    const ticks = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
+      for (let digit = 1; digit < 10; digit++) ticks.push(Number(`${digit}e${power}`));
+    }
+    return ticks.filter((tick) => tick >= low && tick <= high);
+  }
+
   // Data ------------------------------------------------------------------------------------------------------------
 
   // Exponential moving average without the bias of its start.
@@ -176,7 +185,7 @@
       scales: { x: { time: false, range: (u, low, high) => zoom || (low === high ? [low - 1, high + 1] : [low, high]) }, y: { distr: logarithmic ? 3 : 1, ...(range ? { range: () => range } : {}) } },
       axes: [
         { ...axes, size: 26, values: (u, ticks) => formatTicks(ticks), ...(axis === "step" ? { incrs: WHOLE } : {}) },
-        { ...axes, size: 56, values: (u, ticks) => formatTicks(ticks) },
+        { ...axes, size: 56, values: (u, ticks) => formatTicks(ticks), ...(logarithmic && range ? { splits: (u, place, low, high) => logTicks(low, high) } : {}) },
       ],
       series: [{}, ...entries.map((item) => ({ ...style(item, entries), spanGaps: true, points: { show: item.columns.step.length < (item.curve.split === "validation" ? 24 : 2), size: 5 } }))],
       hooks: {
