@@ -17,7 +17,7 @@ from kineograph.core.batch import Sample
 from kineograph.core.caption_format import CaptionFormat
 from kineograph.core.config import Axis, LocalPath
 from kineograph.core.errors import InputError, Unreadable
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import parse_json, read_regular
 from kineograph.data.arrays import Array, find_array, load_npy, read_captions_beside
 from kineograph.data.buckets import Bucket, BucketedSource, BucketFit, Buckets
 from kineograph.data.captions import several_texts, strip_captions
@@ -260,7 +260,7 @@ def _open_set(folder: Path) -> CacheSet:
 def _read_shards(folder: Path) -> CacheSet:
     """A cache of an earlier version: shards.json, the bucket of each item in buckets.npy, and shard-00000 … in order of bucket and item."""
     try:
-        tree = parse_json((folder / SHARDS).read_text(encoding="utf-8"))
+        tree = parse_json(read_regular(folder / SHARDS))
         count, shapes = tree["count"], tree["shapes"]
         of = load_npy(folder / "buckets.npy", mmap=False) if shapes else np.zeros(count, np.int64)
         header = SetHeader.model_validate(
