@@ -23,7 +23,6 @@ from kineograph.interop.dalle2_keys import (
 from kineograph.interop.key_translation import KeyTranslation, choose, count, counts, equal, flag, number, numbers, only
 from kineograph.run.plan import make_plan
 
-
 _MAX_UNETS = 16
 
 
