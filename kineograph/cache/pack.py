@@ -22,7 +22,7 @@ from torch import Tensor
 from kineograph.core.config import Axis, Config
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.run_folder import write_atomic
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import parse_json, read_regular
 from kineograph.data.arrays import Array, ArrayWriter, load_npy
 from kineograph.data.open_source import Split
 
@@ -64,11 +64,11 @@ class Header(Config):
 def read_header(folder: Path) -> Header | None:
     """The header of a pack; None without one."""
     try:
-        tree = parse_json((folder / HEADER).read_text(encoding="utf-8"))
+        tree = parse_json(read_regular(folder / HEADER))
         return Header.model_validate({name: value for name, value in tree.items() if name != "complete"})
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise InputError(
             f"{folder / HEADER} is not a cache header: {error}; remove {folder} and encode again"
         ) from None
@@ -114,7 +114,7 @@ class Pack:
         """The identity and captions of each row."""
         path = self.folder / _CAPTIONS
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()[: self.header.done]
+            lines = read_regular(path).splitlines()[: self.header.done]
             rows = [(row["identity"], _find_texts(row)) for row in map(parse_json, lines)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{path} cannot be read: {error}; remove {self.folder} and encode again") from None

@@ -19,7 +19,7 @@ from kineograph.core.config import Axis, Config
 from kineograph.core.errors import InputError
 from kineograph.core.notes import Note
 from kineograph.core.run_folder import write_atomic
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import parse_json, read_regular
 from kineograph.data.arrays import load_npy
 from kineograph.data.buckets import BucketsConfig
 from kineograph.data.open_source import Split
@@ -102,11 +102,11 @@ class CacheSet:
     def read(folder: Path) -> CacheSet | None:
         """None where there is no set."""
         try:
-            header = SetHeader.model_validate(parse_json((folder / SET).read_text(encoding="utf-8")))
+            header = SetHeader.model_validate(parse_json(read_regular(folder / SET)))
             return CacheSet(folder, header, load_npy(folder / _ROWS, mmap=False))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (ValueError, EOFError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise InputError(f"{folder / SET} cannot be read: {error}; remove {folder} and run kineo cache") from None
 
     def write(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from kineograph.core.config import Tree
 from kineograph.core.config_file import dump_yaml, load_file
 from kineograph.core.errors import InputError, RunInUse
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import parse_json, read_regular
 from kineograph.core.trust import remember, require_trust
 
 
@@ -179,10 +179,8 @@ def open_unlinked(path: str, flags: int) -> int:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a small JSON file; empty if it is missing, damaged or no regular file: a pipe would block."""
-    if not path.is_file():
-        return {}
     try:
-        value = parse_json(path.read_text(encoding="utf-8"))
+        value = parse_json(read_regular(path))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

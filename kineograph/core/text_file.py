@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,14 @@ def read_text(path: Path, key: str = "") -> str:
         raise InputError(f"{key}{path} is not UTF-8 text: {error}; save it as UTF-8") from None
     except OSError as error:
         raise InputError(f"{key}{path} cannot be read: {error.strerror}") from None
+
+
+def read_regular(path: Path) -> str:
+    """Read a UTF-8 file of a folder that may come from elsewhere. Raises an OSError for a pipe or a device, which would block or never end."""
+    with open(path, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kineograph.core.errors import InputError
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import parse_json, read_regular
 
 DIFFUSERS_STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"  # what these libraries call their files
 SHARD_BYTES = 5 * 10**9
@@ -127,7 +127,7 @@ def digest_folder(folder: Path) -> str | None:
 def _read_index(path: Path) -> dict[str, str]:
     """The `weight_map` of an index: name → file."""
     try:
-        names = parse_json(path.read_text(encoding="utf-8"))["weight_map"]
+        names = parse_json(read_regular(path))["weight_map"]
         plain = all(isinstance(file, str) and Path(file).name == file for file in names.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise InputError(f"{path} is not an index of shards: it has no readable weight_map") from None

@@ -38,6 +38,8 @@ from kineograph.interop.key_translation import (
     text,
 )
 
+_MAX_UNETS = 16
+
 
 def translate(path: Path) -> str:
     """→ Kineograph's YAML, with a comment for every key of the JSON"""
@@ -63,6 +65,8 @@ def _translate_decoder(tree: Tree, path: Path) -> KeyTranslation:
     unets = tree["decoder"].get("unets")
     if not isinstance(unets, list) or not unets or not all(isinstance(unet, dict) for unet in unets):
         raise InputError(f"{path}: decoder.unets must list the U-Nets, smallest first")
+    if len(unets) > _MAX_UNETS:
+        raise InputError(f"{path}: decoder.unets lists {len(unets)} U-Nets: a cascade has at most {_MAX_UNETS}")
     filled = [merge(UNET_DEFAULTS, unet) for unet in unets]
     keys = KeyTranslation(merge(DECODER_DEFAULTS, merge(tree, {"decoder": {"unets": filled}})))
     sizes = _read_image_sizes(keys, len(unets), path)

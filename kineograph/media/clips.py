@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import wave
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,8 +89,8 @@ class Frame(NamedTuple):
 def read_frames(path: str | Path) -> Iterator[Frame]:
     """The frames of a picture or clip in playback order, decoded one at a time."""
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}: {_REMEDY}")
+    if not os.path.isfile(path):  # False for a name that is too long
+        raise InputError(f"{path} {'is a folder' if os.path.isdir(path) else 'does not exist'}: {_REMEDY}")
     return _read_video(path) if path.suffix.lower() in VIDEO_SUFFIXES else _read_image(path)
 
 

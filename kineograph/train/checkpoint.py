@@ -37,7 +37,7 @@ from kineograph.core import distributed
 from kineograph.core.errors import InputError, NotTrained, RunFailed
 from kineograph.core.notes import Note, discard
 from kineograph.core.run_folder import sync_folder, write_json
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import parse_json, read_regular
 from kineograph.train.checkpoint_folder import (
     STEP_NAME,
     find_odd_value,
@@ -241,10 +241,7 @@ def flush_and_hash(path: Path) -> dict[str, Any]:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / "manifest.json"
-    if not file.is_file():  # a pipe would block
-        raise OSError(f"{file} is not a regular file")
-    return parse_json(file.read_text(encoding="utf-8"))
+    return parse_json(read_regular(path / "manifest.json"))
 
 
 def find_damage(path: Path) -> str | None:
@@ -301,7 +298,7 @@ def _find_disorder(path: Path) -> str | None:
         if path.suffix == _SUFFIX:
             with safe_open(path, framework="pt"):
                 return None
-        state = parse_json(path.read_text(encoding="utf-8")) if path.name == "state.json" else {}
+        state = parse_json(read_regular(path)) if path.name == "state.json" else {}
     except (OSError, ValueError, SafetensorError) as error:
         return f"cannot be read: {error}"
     if not isinstance(state, dict):
@@ -314,7 +311,7 @@ def _find_disorder(path: Path) -> str | None:
 
 def _compare_steps(path: Path, manifest: Mapping[str, Any]) -> str | None:
     """The folder's name, the manifest and the state must be of one step."""
-    state = parse_json((path / "state.json").read_text(encoding="utf-8"))
+    state = parse_json(read_regular(path / "state.json"))
     named = STEP_NAME.fullmatch(path.name)
     steps = [each.get("step") for each in (manifest, state) if "step" in each] + ([int(named[1])] if named else [])
     if not all(isinstance(step, int) and step == steps[0] for step in steps):

@@ -8,17 +8,18 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, Literal, get_args
 
 from kineograph.core.config import merge
 from kineograph.core.run_folder import read_json
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import parse_json, read_regular
 
+Phase = Literal["train", "save", "validate", "evaluate", "sample", "publish", "check"]
+ORDER: tuple[Phase, ...] = get_args(Phase)
 STEP_NAME = re.compile(r"step-(\d{8,})")
 _PHASE_KEYS = ("phase", "samples", "best", "best_step", "elapsed")
 _STATE_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("assets", "config", "references", "data", "stepper", "clock"), (dict,)),
-    "phase": (str,),
     "samples": (int,),
     "best": (int, float, NoneType),
     "best_step": (int, NoneType),
@@ -40,10 +41,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 def read_state(path: Path) -> dict[str, Any]:
     """The state of a checkpoint besides its tensors, as its finished phases left it."""
-    for name in ("state.json", "manifest.json"):
-        if (path / name).exists() and not (path / name).is_file():  # a pipe would block
-            raise OSError(f"{path / name} is not a regular file")
-    return parse_json((path / "state.json").read_text(encoding="utf-8")) | _read_phase(path)
+    return parse_json(read_regular(path / "state.json")) | _read_phase(path)
 
 
 def _read_phase(path: Path) -> dict[str, Any]:
@@ -59,11 +57,13 @@ def _read_phase(path: Path) -> dict[str, Any]:
 def phase_digest(path: Path, state: Mapping[str, Any]) -> str:
     """Of these keys and of the manifest, so that phase.json belongs to this checkpoint."""
     text = json.dumps({key: state[key] for key in sorted(state)})
-    return hashlib.sha256(text.encode() + (path / "manifest.json").read_bytes()).hexdigest()
+    return hashlib.sha256(text.encode() + read_regular(path / "manifest.json").encode()).hexdigest()
 
 
 def find_odd_value(state: Mapping[str, Any]) -> str | None:
-    """The first key whose value has another type than Kineograph writes."""
+    """The first key whose value is none that Kineograph writes."""
+    if "phase" in state and state["phase"] not in ORDER:
+        return "phase"
     return next(
         (key for key, kinds in _STATE_TYPES.items() if key in state and not isinstance(state[key], kinds)), None
     )

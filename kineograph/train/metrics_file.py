@@ -14,7 +14,8 @@ from kineograph.core.errors import RunFailed
 from kineograph.core.run_folder import open_unlinked, sync_folder
 from kineograph.core.text_file import parse_json
 from kineograph.train.checkpoint import DISK_REMEDY
-from kineograph.train.phases import Cursor, Phase
+from kineograph.train.checkpoint_folder import Phase
+from kineograph.train.phases import Cursor
 
 Record = dict[str, Any]
 

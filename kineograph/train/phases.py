@@ -14,13 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
+from kineograph.train.checkpoint_folder import ORDER, Phase
 from kineograph.train.clock import NO_SHARE, Share
 from kineograph.train.config import TrainConfig
-
-Phase = Literal["train", "save", "validate", "evaluate", "sample", "publish", "check"]
-ORDER: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True)

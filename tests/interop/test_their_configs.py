@@ -262,6 +262,13 @@ def test_numbers_beyond_reason_make_no_lists(tmp_path: Path) -> None:
     assert f"# not translated: NUWA.sparse_3dna_dilation = {10**30}" in printed
 
 
+def test_a_cascade_of_thousands_is_refused(tmp_path: Path) -> None:
+    """Each U-Net's keys are looked up among those of all."""
+    tree = merge(DECODER, {"decoder": {"unets": [{"dim": 8}] * 9999, "image_sizes": list(range(1, 10_000))}})
+    with pytest.raises(InputError, match=r"decoder.unets lists 9999 U-Nets: a cascade has at most 16"):
+        dalle2_config.translate(write_json(tmp_path, tree))
+
+
 def test_a_script_of_too_many_calls_is_refused(tmp_path: Path) -> None:
     """Each argument is looked up among all calls before it."""
     path = tmp_path / "train.py"

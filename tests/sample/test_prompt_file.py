@@ -247,3 +247,10 @@ def test_a_mask_per_prompt(tmp_path, monkeypatch):
     torch.testing.assert_close(first[..., 16:], torch.full((1, 3, 32, 16), 0.5), rtol=0, atol=0.003)
     torch.testing.assert_close(second[..., :16], first[..., 16:])
     assert (first[..., :16] - 0.5).abs().mean() > 0.01
+
+
+def test_the_name_of_a_picture_may_be_too_long(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text(f"a@@{'x' * 5000}.png")
+    with pytest.raises(InputError, match="does not exist"):
+        read_prompts(path)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kineograph.cache.pack import Pack, PackWriter
+from kineograph.cache.pack import HEADER, Pack, PackWriter, read_header
+from kineograph.cache.store import SET, CacheSet
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.task import load_weights
 from kineograph.core.weight_files import WeightFiles
@@ -86,6 +87,22 @@ def test_a_pipe_is_damage(folder, name):
         manifest["files"][name]["bytes"] = 0
         (path.parent / "manifest.json").write_text(json.dumps(manifest))
     assert name in checkpoint.find_damage(path.parent)
+
+
+@pytest.mark.parametrize("phase", ["done", "", "x" * 100, ["train"], None])
+def test_an_unknown_phase_is_none(folder, phase):
+    """Checkpoints of earlier versions have no checksum in phase.json."""
+    (folder / "step-00000002" / "phase.json").write_text(json.dumps({"phase": phase, "elapsed": 1.0}))
+    assert checkpoint.checkpoint_at(folder, 2).phase == "train"
+    rewrite(folder, "state.json", json.dumps({"step": 2, **STATE, "phase": phase}).encode())
+    assert checkpoint.latest(folder).step == 1
+
+
+@pytest.mark.parametrize("name", [HEADER, SET])
+def test_pipes_in_a_cache_are_damage(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match="not a regular file"):
+        {HEADER: read_header, SET: CacheSet.read}[name](tmp_path)
 
 
 def test_a_safetensors_file_that_is_none_is_damage(folder):
