@@ -253,6 +253,19 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     yield from read_rows(path, choose)
 
 
+def read_parquet_columns(path: Path) -> set[str]:
+    """Names of the columns of a .parquet file; none if it cannot be read, or without pyarrow."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_schema
+    except ImportError:
+        return set()
+    try:
+        return set(read_schema(path).names)
+    except (ArrowException, OSError, ValueError):
+        return set()
+
+
 def read_parquet_column(path: Path, names: Sequence[str], key: str) -> list[str]:
     """The texts of the first of these columns that a .parquet file has; a row without one gives an empty text."""
 

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from kineograph.core.text_file import parse_json
-from kineograph.data.captions import FILE_KEYS, METADATA, PROMPTS, SIDECARS, TEXT_KEYS, Problem, names_files
+from kineograph.data.captions import FILE_KEYS, METADATA, PROMPTS, SIDECARS, TEXT_KEYS, Problem, names_files, read_parquet_columns
 from kineograph.data.decode import media_kind
 
 _KEY = re.compile(r'"([^"\\]{1,255})"\s*:')  # of an object
@@ -60,8 +60,8 @@ def _is_list(root: Path, name: str) -> bool:
 
 def _find_unknown_captions(root: Path, name: str, uncaptioned: Set[str]) -> Iterator[Problem]:
     path = PurePosixPath(name)
-    if path.suffix.lower() in (".csv", ".tsv"):
-        columns = _read_columns(root / name, "\t" if path.suffix.lower() == ".tsv" else ",")
+    if path.suffix.lower() in (".csv", ".tsv", ".parquet"):
+        columns = _read_columns(root / name)
         if path.name in METADATA:
             if columns & set(FILE_KEYS) and not columns & {*TEXT_KEYS, "clips"}:
                 yield Problem(
@@ -71,8 +71,8 @@ def _find_unknown_captions(root: Path, name: str, uncaptioned: Set[str]) -> Iter
         elif len(columns) > 1:
             yield Problem(
                 name,
-                f"not read, with the columns {', '.join(sorted(columns))}: if these are captions, name it metadata.csv, "
-                "and its columns file_name and text",
+                f"not read, with the columns {', '.join(sorted(columns))}: if these are captions, name it "
+                f"metadata{'.parquet' if path.suffix.lower() == '.parquet' else '.csv'}, and its columns file_name and text",
             )
     elif path.suffix.lower() == ".jsonl":
         keys = _read_keys(root / name)
@@ -109,7 +109,10 @@ def _read_head(path: Path) -> str:
     return ""
 
 
-def _read_columns(path: Path, delimiter: str) -> set[str]:
+def _read_columns(path: Path) -> set[str]:
+    if path.suffix.lower() == ".parquet":
+        return read_parquet_columns(path)
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     with suppress(csv.Error):
         return {
             column.strip()

@@ -35,6 +35,19 @@ def test_captions_and_spans(tmp_path):
     ]
 
 
+def test_captions_in_other_parquet_files_are_named(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
+    write_table(pyarrow.table({"file_name": ["a.png"], "description": ["a cat"]}), tmp_path / "metadata.parquet")
+    (problem,) = check_folder(tmp_path).problems
+    assert "no column text, caption or prompt, but description, file_name: rename" in problem.reason
+    (tmp_path / "metadata.parquet").rename(tmp_path / "train.parquet")
+    (problem,) = check_folder(tmp_path).problems
+    assert "with the columns description, file_name: if these are captions, name it metadata.parquet" in problem.reason
+
+
 def test_hostile_parquet(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow.parquet import write_table
