@@ -69,10 +69,10 @@ class KeyTranslation:
     def remark(self, text: str) -> None:
         self.remarks.append(f"# {text}")
 
-    def list_moved(self) -> list[str]:
+    def list_translated_keys(self) -> list[str]:
         return [f"# {theirs} → {ours}" for theirs, ours in self.moved.items()]
 
-    def list_left(self) -> list[str]:
+    def list_untranslated_keys(self) -> list[str]:
         return [f"# not translated: {key} = {json.dumps(value, default=str)}" for key, value in self.left.items()]
 
 
