@@ -21,7 +21,7 @@ from kineograph.data.arrays import Array, find_array, read_captions_beside
 from kineograph.data.buckets import Bucket, BucketedSource, BucketFit, Buckets
 from kineograph.data.captions import several_texts, strip_captions
 from kineograph.data.memmap import format_label, read_labels
-from kineograph.data.open_source import DataConfig, Split, SplitItems, select_captioned
+from kineograph.data.open_source import DataConfig, Split, SplitItems, select_captioned_items
 
 _OPEN_PACKS = 64  # packs whose arrays stay mapped
 _EXTRA = ("image_embed", "text_embed", "first_frame", "low_res_tokens")  # fields that go into Sample.extra
@@ -96,7 +96,7 @@ class Cache(BucketedSource):
         header = cache_set.header
         if header.split is None:
             identities, texts = [identity for identity, _ in captions], [texts for _, texts in captions]
-            part = select_captioned(identities, texts, split, config)
+            part = select_captioned_items(identities, texts, split, config)
         elif header.split == split:
             part = SplitItems(np.arange(len(captions)))
         elif split == "validation" and header.split == "train":
@@ -151,7 +151,7 @@ class Cache(BucketedSource):
         names = [f"{array.path.name}:{number}" for number in range(count)]
         captions = list(zip(names, lines or [()] * count, strict=True))
         pack = Pack(array.path.parent, header, {"tokens": array})
-        part = select_captioned(names, lines or (), split, config)
+        part = select_captioned_items(names, lines or (), split, config)
         return cls(config, [pack], _rows_of(0, count), captions, part, SetHeader(packs=("",), split=None))
 
     def _skip_uncaptioned(self, part: SplitItems) -> SplitItems:

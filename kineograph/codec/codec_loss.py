@@ -78,7 +78,7 @@ class Reconstruction:
         """Of each pixel's error, with mean 1."""
         return 1.0 if self.share is None else weigh_positions(self.share)
 
-    def fill_masked(self, images: Tensor) -> Tensor:
+    def restore_masked_pixels(self, images: Tensor) -> Tensor:
         """Images with the real pixels where nothing counts, so that networks that compare the two find no difference there."""
         return images if self.share is None else torch.lerp(self.real, images, self.share)
 
@@ -146,7 +146,7 @@ def generator_loss(
         indices, weights = sample_perceptual_frames(keep, config.perceptual.frames, shared.noise)
         terms["perceptual"], gradient = gradient_at(
             fake,
-            lambda images: lpips(select_frames(shared.fill_masked(images), indices), select_frames(real, indices)),
+            lambda images: lpips(select_frames(shared.restore_masked_pixels(images), indices), select_frames(real, indices)),
             weights,
         )
         perceptual = weight * gradient
@@ -159,7 +159,7 @@ def generator_loss(
 
         def fool(images: Tensor) -> Tensor:
             nonlocal on_fake
-            logits = selection.logits(discriminate, shared.fill_masked(images))
+            logits = selection.logits(discriminate, shared.restore_masked_pixels(images))
             on_fake = logits.detach().mean((1, 2))
             return generator_error(adversarial.loss, logits)
 
@@ -189,7 +189,7 @@ def discriminator_loss(
     assert config is not None
     assert discriminate is not None
     selection = DiscriminatorFrames.sample(shared, config)
-    images = [shared.real, shared.fill_masked(shared.fake.detach())]
+    images = [shared.real, shared.restore_masked_pixels(shared.fake.detach())]
     if config.penalty and shared.noise.step % config.penalty_every == 0:
         images += perturb(shared.real, shared.noise)
     real, fake, *perturbed = selection.logits(discriminate, *images).chunk(
@@ -215,7 +215,7 @@ def validation_metrics(
     }
     each["loss"] = each["reconstruction"]
     if lpips is not None:
-        pairs = zip(shared.fill_masked(shared.fake).split(LPIPS_CHUNK), shared.real.split(LPIPS_CHUNK), strict=True)
+        pairs = zip(shared.restore_masked_pixels(shared.fake).split(LPIPS_CHUNK), shared.real.split(LPIPS_CHUNK), strict=True)
         each["lpips"] = torch.cat([lpips(fake, real) for fake, real in pairs])
         each["loss"] = each["loss"] + config.perceptual.weight * each["lpips"]
     if shared.divergence is not None:

@@ -20,7 +20,7 @@ from kineograph.data.arrays import Array, choose_member, find_array, list_npz, p
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import several_texts, strip_captions
 from kineograph.data.fit_summary import MeasuresItems, has_colour
-from kineograph.data.open_source import DataConfig, Split, select_captioned
+from kineograph.data.open_source import DataConfig, Split, select_captioned_items
 from kineograph.data.transforms import pad_frames, pick_window, resize_frames
 
 NAMES = ("videos", "video", "clips", "images")
@@ -102,7 +102,7 @@ class Memmap(Source, MeasuresItems):
                 f"{array.path} has {count} {'clips' if 'T' in layout else 'pictures'} in layout {layout}, and there are {len(captions)} labels or captions"
             )
         names = [f"{array.path.name}:{number}" for number in range(count)]
-        indices, note = select_captioned(names, captions or (), split, config)
+        indices, note = select_captioned_items(names, captions or (), split, config)
         if config.layout == "auto" and split == "train":
             note = "; ".join(filter(None, [f"{array.path}: {describe_layout(array.shape, layout)}", note]))
         return cls(config, array, layout, captions, indices, note, config.rotate and split == "train")

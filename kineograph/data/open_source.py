@@ -248,7 +248,7 @@ def assign_splits(identities: Sequence[str], validation: float, test: float, see
     return {name: np.flatnonzero(mask) for name, mask in masks.items()}
 
 
-def select_captioned(
+def select_captioned_items(
     identities: Sequence[str], captions: Sequence[Any], split: Split, config: DataConfig
 ) -> SplitItems:
     """As `select_split`; with data.uncaptioned=skip, of the items that have a caption, unless none has."""

@@ -64,7 +64,7 @@ def fit_recipe(family: str, data: Tree, shape: RaceShape, device: str, minutes: 
         train = _fit_training(deepcopy(merge(shared, stage.get("train") or {})))
         train["batch_size"] = _fit_batch(train.get("batch_size", 32), before, after)
         fitted[name] = {**keys, **({"data": own} if own else {}), "train": train}
-    _drop_doubled(fitted)
+    _drop_duplicate_stages(fitted)
     total = sum(stage["train"].get("minutes_share", 1.0) for stage in fitted.values())
     for stage in fitted.values():
         share = stage["train"].get("minutes_share", 1.0) / total
@@ -118,7 +118,7 @@ def _fit_training(train: Tree) -> Tree:
     }
 
 
-def _drop_doubled(stages: dict[str, Tree]) -> None:
+def _drop_duplicate_stages(stages: dict[str, Tree]) -> None:
     """Drop a stage that another one starts from, where both would see the same items; the other is trained as it, in both's time."""
     for name, stage in list(stages.items()):
         first = stages.get(stage.get("init") or "")
