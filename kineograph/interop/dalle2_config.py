@@ -41,7 +41,9 @@ def translate(path: Path) -> str:
     ours: Tree = {key: keys.ours[key] for key in ("name", "seed", "data", "train", "stages") if key in keys.ours}
     make_plan(ours)  # check that the result is valid
     heading = f"# Kineograph's form of {path.name}"
-    return "\n".join([heading, *keys.remarks, dump_yaml(ours).rstrip(), *keys.list_translated_keys(), *keys.list_untranslated_keys()])
+    return "\n".join(
+        [heading, *keys.remarks, dump_yaml(ours).rstrip(), *keys.list_translated_keys(), *keys.list_untranslated_keys()]
+    )
 
 
 # Decoder -----------------------------------------------------------------------------------------------------------

@@ -44,7 +44,9 @@ def translate(files: Sequence[Path]) -> str:
     if ours.get("stages"):
         make_plan(ours)  # check that the result is valid
     heading = f"# Kineograph's form of {', '.join(path.name for path in files)}"
-    return "\n".join([heading, *translator.keys.remarks, dump_yaml(ours).rstrip(), *translator.keys.list_untranslated_keys()])
+    return "\n".join(
+        [heading, *translator.keys.remarks, dump_yaml(ours).rstrip(), *translator.keys.list_untranslated_keys()]
+    )
 
 
 class _Translator:

@@ -59,7 +59,9 @@ def translate(path: Path, package: str) -> str:
     ours: Tree = {key: keys.ours[key] for key in ("name", "prompts", "data", "train", "stages") if key in keys.ours}
     make_plan(ours)  # check that the result is valid
     heading = f"# Kineograph's form of {path.name}"
-    return "\n".join([heading, *keys.remarks, dump_yaml(ours).rstrip(), *keys.list_translated_keys(), *keys.list_untranslated_keys()])
+    return "\n".join(
+        [heading, *keys.remarks, dump_yaml(ours).rstrip(), *keys.list_translated_keys(), *keys.list_untranslated_keys()]
+    )
 
 
 def _name_calls(calls: list[Call]) -> list[str]:

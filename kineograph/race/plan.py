@@ -18,7 +18,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import numpy_rng
 from kineograph.core.run_folder import write_atomic
 from kineograph.data.decode import CLIPS
-from kineograph.data.folder import list_folder
+from kineograph.data.file_listing import list_folder
 from kineograph.data.open_source import DataConfig, open_source, parse_data_config
 from kineograph.doctor.machine import release_memory
 from kineograph.doctor.speed import time_steps

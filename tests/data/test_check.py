@@ -130,7 +130,9 @@ def test_endings_of_one_kind_are_counted_together(pictures, make_video, counting
 def test_a_picture_is_read_once(pictures, monkeypatch):
     read = []
     monkeypatch.setattr("kineograph.data.check.read_media", lambda path, limits: read.append(path) or path.read_bytes())
-    monkeypatch.setattr("kineograph.data.decode.read_media", lambda path, limits: read.append(path) or path.read_bytes())
+    monkeypatch.setattr(
+        "kineograph.data.decode.read_media", lambda path, limits: read.append(path) or path.read_bytes()
+    )
     check_folder(pictures)
     assert len(read) == len(set(read)) == 12
 

@@ -88,7 +88,9 @@ def test_captions_in_json_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "workflow.json").write_text('{"prompt": {"1": {}}}')
     found = reasons(check_folder(tmp_path))
     assert found["a.json"] == "a caption in a .json is not read: write the text into a .txt of the same name"
-    assert all("captions in a .json are not read: write metadata.jsonl" in found[f"{n}.json"] for n in ("captions", "list"))
+    assert all(
+        "captions in a .json are not read: write metadata.jsonl" in found[f"{n}.json"] for n in ("captions", "list")
+    )
     assert found.keys() == {"a.json", "captions.json", "list.json", "a.png", "c.png"}
 
 

@@ -247,7 +247,9 @@ def test_prompts_of_a_file_are_judged_instead_of_held_out_items(tmp_path, run):
     (tmp_path / "other").mkdir()
     other = tmp_path / "other" / path.name
     other.write_text('{"prompt": "a green 1"}\n')
-    assert evaluate(run.path, [MINE], prompts=other, device="cpu").split != split  # of the same name, with other prompts
+    assert (
+        evaluate(run.path, [MINE], prompts=other, device="cpu").split != split
+    )  # of the same name, with other prompts
     other.write_text(path.read_text())
     assert evaluate(run.path, [MINE], prompts=other, device="cpu").split == split
     everything = evaluate(run.path, prompts=path, device="cpu")
