@@ -146,7 +146,9 @@ def generator_loss(
         indices, weights = sample_perceptual_frames(keep, config.perceptual.frames, shared.noise)
         terms["perceptual"], gradient = gradient_at(
             fake,
-            lambda images: lpips(select_frames(shared.restore_masked_pixels(images), indices), select_frames(real, indices)),
+            lambda images: lpips(
+                select_frames(shared.restore_masked_pixels(images), indices), select_frames(real, indices)
+            ),
             weights,
         )
         perceptual = weight * gradient
@@ -215,7 +217,9 @@ def validation_metrics(
     }
     each["loss"] = each["reconstruction"]
     if lpips is not None:
-        pairs = zip(shared.restore_masked_pixels(shared.fake).split(LPIPS_CHUNK), shared.real.split(LPIPS_CHUNK), strict=True)
+        pairs = zip(
+            shared.restore_masked_pixels(shared.fake).split(LPIPS_CHUNK), shared.real.split(LPIPS_CHUNK), strict=True
+        )
         each["lpips"] = torch.cat([lpips(fake, real) for fake, real in pairs])
         each["loss"] = each["loss"] + config.perceptual.weight * each["lpips"]
     if shared.divergence is not None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
+from typing import Any, TypeVar
 
 from kineograph.core.config import merge, nest, parse, parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
@@ -22,137 +18,21 @@ from kineograph.data.array_layout import FPS, Layout, check_values, describe_lay
 from kineograph.data.arrays import Array, list_npz, read_captions_beside
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import Problem, Span, find_captions, names_side, read_captions
+from kineograph.data.check_report import ArrayPlace, CheckedItem, Report
 from kineograph.data.decode import has_damaged_profile, media_kind, probe_media, raise_unreadable
-from kineograph.data.folder import Folder, FolderConfig, Listing, build_items, cut_items, list_folder
+from kineograph.data.file_listing import Listing, list_folder
+from kineograph.data.folder import Folder, FolderConfig, build_items, cut_items
 from kineograph.data.loss_masks import find_mask_problems
-from kineograph.data.shards import SUFFIXES, Shard
+from kineograph.data.shard_check import check_shards
+from kineograph.data.shards import SUFFIXES
 from kineograph.data.split_folders import describe_split_folders
 from kineograph.data.trim import UNTRIMMED
 from kineograph.data.unread_files import find_unread
 
 _DOCUMENTS = {"readme", "license", "licence", "notice", "changelog"}  # .txt files that are no captions
-_LISTED = 5  # problems of one kind
 _CHECKED = {"buckets", "flip", "caption_lines", "uncaptioned", "start", "end", "skip_frames", "cut", "limits"}
 """Keys of data.* that change what is checked."""
 T = TypeVar("T")
-
-
-class MemberPlace(NamedTuple):
-    """Where the image or clip of a sample lies in a tar."""
-
-    file: str  # below the folder
-    member: str
-    offset: int | None  # None: the tar is compressed
-    size: int
-
-
-class ArrayPlace(NamedTuple):
-    """An item of an array."""
-
-    file: str  # below the folder
-    array: str | None  # its name within a .npz
-    layout: str
-    item: int
-
-
-class CheckedItem(NamedTuple):
-    """An image, a clip, a captioned span of one, a sample of a tar, or an item of an array."""
-
-    name: str  # of its file, below the folder
-    info: MediaInfo | None  # None: it cannot be read
-    captions: tuple[str, ...]
-    span: Span | None = None  # the part of a clip
-    place: MemberPlace | ArrayPlace | None = None  # inside its file
-
-
-@dataclass
-class Report:
-    """Counts, measurements and problems. `kineo data check` exits with 1 if there are problems."""
-
-    path: Path
-    kinds: Counter[str] = field(default_factory=Counter)
-    media: list[MediaInfo] = field(default_factory=list)
-    items: list[CheckedItem] = field(default_factory=list)
-    """Images and clips; captioned spans stand instead of their clip."""
-    packed: list[CheckedItem] = field(default_factory=list)
-    """Samples of tars and items of arrays."""
-    captions: list[str] = field(default_factory=list)
-    sided: int = 0
-    """Captions, also of shards, that say left or right."""
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        return sum(self.kinds.values())
-
-    def lines(self, everything: bool = False) -> list[str]:
-        """What was found, for a person. More than a few problems of one kind are shortened, unless `everything` is asked for."""
-        lines = [f"{self.path}: {_count_kinds(self.kinds) or 'nothing to train on'}", *self.notes]
-        if self.media:
-            lines += [
-                _format_range("width", [media.width for media in self.media]),
-                _format_range("height", [media.height for media in self.media]),
-                _format_range("aspect", [media.width / media.height for media in self.media], ".2f"),
-            ]
-        clips = [media for media in self.media if media.seconds]
-        if clips:
-            lines += [
-                _format_range("clip frames", [clip.frames for clip in clips]),
-                _format_range("clip seconds", [clip.seconds for clip in clips], ".2f"),
-                _format_range("clip fps", [clip.frames / clip.seconds for clip in clips], ".2f"),
-            ]
-        if any(kind.startswith(("images", "clips")) for kind in self.kinds):  # notes describe arrays and shards
-            lines.append(self._captions_line())
-        if self.sided:
-            lines.append(
-                f"sides: {self.sided} captions say left or right; leave data.flip at 0, which would mirror the pictures only"
-            )
-        lines.append(f"{len(self.problems)} problems" if len(self.problems) != 1 else "1 problem")
-        return lines + _list_problems(self.problems, everything)
-
-    def _captions_line(self) -> str:
-        texts = self.captions
-        if not texts:
-            return "captions: none (fine for a tokenizer; a stage that reads text needs them)"
-        words = [len(text.split()) for text in texts]
-        repeated = len(texts) - len(set(texts))
-        return (
-            f"captions: {len(texts)} of {len(self.items)} ({len(self.items) - len(texts)} missing), {repeated} repeated, "
-            f"words {min(words)} to {max(words)} (median {statistics.median(words):g})"
-        )
-
-
-def _count_kinds(kinds: Counter[str]) -> str:
-    """`12 images (png), 3 clips (2 mp4, 1 gif)` of kinds such as `images (png)`."""
-    endings: dict[str, list[tuple[str, int]]] = {}
-    for kind, count in kinds.most_common():
-        noun, _, ending = kind.removesuffix(")").partition(" (")
-        endings.setdefault(noun, []).append((ending, count))
-    texts = []
-    for noun, counted in endings.items():
-        total = sum(count for _, count in counted)
-        listed = ", ".join(f"{count} {ending}" for ending, count in counted) if len(counted) > 1 else counted[0][0]
-        texts.append(f"{total} {noun if total != 1 else noun.removesuffix('s')} ({listed})")
-    return ", ".join(texts)
-
-
-def _list_problems(problems: Sequence[Problem], everything: bool) -> list[str]:
-    """A line per problem; those with the same reason together, and only the first few of them."""
-    reasons: dict[str, list[str]] = {}
-    for path, reason in problems:
-        reasons.setdefault(reason, []).append(path)
-    lines = []
-    for reason, paths in reasons.items():
-        shown = paths if everything or len(paths) <= _LISTED else paths[: _LISTED - 1]
-        lines += [f"  {path}: {reason}" for path in shown]
-        if len(shown) < len(paths):
-            lines.append(f"  … and {len(paths) - len(shown)} more: {reason} (--all lists them)")
-    return lines
-
-
-def _format_range(name: str, values: list[float] | list[int], form: str = "g") -> str:
-    return f"{name}: {min(values):{form}} to {max(values):{form}}, median {statistics.median(values):{form}}"
 
 
 def check_folder(path: Path | str, config: FolderConfig | None = None, follow_links: bool = True) -> Report:
@@ -174,7 +54,7 @@ def check_folder(path: Path | str, config: FolderConfig | None = None, follow_li
     arrays = [name for name in listing.others if name.endswith((".npy", ".npz"))]
     tars = [name for name in listing.others if name.lower().endswith(SUFFIXES)]
     if tars:
-        _check_shards(report, tars, [name for name in arrays if name.endswith(".npy")])
+        check_shards(report, tars, [name for name in arrays if name.endswith(".npy")])
     elif not listing.media:
         _check_arrays(report, arrays)
     if config.flip and report.sided:
@@ -425,145 +305,3 @@ def _list_array(
     for item in range(sizes["N"]):
         place = ArrayPlace(file, array.member, layout, item)
         yield CheckedItem(f"{name}:{item}", info, captions[item], place=place)
-
-
-# Tar shards -------------------------------------------------------------------------------------------------------
-
-
-def _check_shards(report: Report, names: Sequence[str], arrays: Sequence[str]) -> None:
-    """Decode every member of every tar, and find each sample's row in each folder of embeddings."""
-    from kineograph.data.embeddings import AlignedEmbeddings
-    from kineograph.data.shard_writer import INDEX_WIDTH
-
-    for name in names:
-        report.kinds[f"shards ({next(suffix for suffix in SUFFIXES if name.lower().endswith(suffix))[1:]})"] += 1
-    keys: list[list[str]] = []
-    for found in _map_threads(lambda name: _check_shard(report.path, name), names):
-        report.notes.append(found.note)
-        report.problems += found.problems
-        report.sided += found.sided
-        report.packed += found.items
-        keys.append(found.keys)
-    shards = [Shard(str(report.path / name), PurePosixPath(name).name) for name in names]
-    for folder in sorted({str(PurePosixPath(name).parent) for name in arrays}):
-        try:
-            aligned = AlignedEmbeddings(str(report.path / folder), folder, shards, INDEX_WIDTH)
-        except InputError as error:
-            report.problems.append(Problem(folder, str(error)))
-            continue
-        count = 0
-        for number, shard in enumerate(shards):
-            for key in keys[number]:
-                row = aligned.row(number, key)
-                try:
-                    if row.reason:
-                        raise Unreadable("", row.reason)
-                    if not np.isfinite(aligned.read(number, row.number, "")).all():
-                        raise Unreadable("", "an embedding that is not finite")
-                    count += 1
-                except Unreadable as error:
-                    report.problems.append(Problem(f"{shard.name}:{key}", f"{folder}: {error.reason}"))
-        shape = " × ".join(map(str, aligned.shape))
-        report.notes.append(f"{folder}: embeddings of {shape} for {count} of {sum(map(len, keys))} samples")
-
-
-@dataclass
-class _CheckedShard:
-    note: str = ""
-    problems: list[Problem] = field(default_factory=list)
-    items: list[CheckedItem] = field(default_factory=list)  # samples with an image or clip
-    keys: list[str] = field(default_factory=list)  # of these
-    sided: int = 0  # captions that name a side
-
-
-def _check_shard(root: Path, name: str) -> _CheckedShard:
-    from kineograph.data.webdataset_samples import Member, Record, SampleDecoder, WebDatasetConfig
-
-    shard, found = Shard(str(root / name), name), _CheckedShard()
-    decoder = SampleDecoder(WebDatasetConfig(shards=shard.url), "train", ())
-    with_text, without = 0, []
-    for key, members in (_iterate_stream if shard.is_stream else _iterate_tar)(shard, found.problems):
-        sample = f"{name}:{key}"
-        media: dict[str, tuple[MediaInfo | None, MemberPlace]] = {}  # by suffix, as `texts`
-        texts: dict[str, Member] = {}
-        for suffix, data, offset in members:
-            info = None
-            try:
-                info = _check_member(data, suffix, f"{sample}.{suffix}")
-            except Unreadable as error:
-                found.problems.append(Problem(f"{sample}.{suffix}", error.reason))
-                if suffix in decoder.suffixes["caption"]:
-                    continue
-            if media_kind(f"x.{suffix}"):
-                media[suffix] = info, MemberPlace(name, f"{key}.{suffix}", offset, len(data))
-            elif suffix in decoder.suffixes["caption"]:
-                texts[suffix] = Member(data, suffix)
-        found.sided += any(names_side(text.data.decode("utf-8", "replace")) for text in texts.values())
-        if not media:
-            continue
-        with_text += bool(texts)
-        without += [] if texts else [sample]
-        captions: tuple[str, ...] = ()
-        if texts:
-            record = Record(sample, 0, {}, {"caption": _find_preferred(texts, decoder.suffixes["caption"])})
-            with suppress(Unreadable):
-                captions = decoder.decode_captions(record)
-        info, place = _find_preferred(media, decoder.suffixes["media"])
-        found.items.append(CheckedItem(sample, info, captions, place=place))
-        found.keys.append(key)
-    if with_text:
-        found.problems += [Problem(sample, "no caption") for sample in without]
-    found.note = f"{name}: {len(found.items)} samples, {with_text} with text"
-    if shard.is_stream:
-        found.note += (
-            "; compressed, so it is read from its beginning: unpack it to shuffle all samples and resume exactly"
-        )
-    return found
-
-
-def _find_preferred(by_suffix: Mapping[str, T], suffixes: Sequence[str]) -> T:
-    """The member that the source takes: the one whose suffix comes first."""
-    return by_suffix[min(by_suffix, key=lambda name: suffixes.index(name) if name in suffixes else len(suffixes))]
-
-
-_Samples = Iterator[tuple[str, Iterator[tuple[str, bytes, int | None]]]]
-
-
-def _iterate_tar(shard: Shard, problems: list[Problem]) -> _Samples:
-    """Key and members (suffix, content, offset) of each sample."""
-    from kineograph.data.tar import TarIndex
-
-    try:
-        index = TarIndex.build(shard.url)
-    except OSError as error:
-        problems.append(Problem(shard.name, f"cannot be read: {error.strerror}"))
-        return
-    if index.problem:
-        problems.append(Problem(shard.name, f"not a whole tar file: {index.problem}"))
-    with open(shard.url, "rb") as file:
-        ends = np.searchsorted(index.members[0], np.arange(len(index.keys)), side="right").tolist()
-        for key, start, end in zip(index.keys, [0, *ends], ends):
-            members = index.members[:, start:end].T.tolist()
-            yield key, ((index.suffixes[kind], os.pread(file.fileno(), size, at), at) for _, kind, at, size in members)
-
-
-def _iterate_stream(shard: Shard, problems: list[Problem]) -> _Samples:
-    from kineograph.core.media_file import MediaLimits
-    from kineograph.data.tar import stream_samples
-
-    try:
-        for key, members in stream_samples(shard, 0.0, lambda suffix: True, MediaLimits()):
-            yield key, ((suffix, data, None) for suffix, data in members.items())
-    except Unreadable as error:
-        problems.append(Problem(shard.name, error.reason))
-
-
-def _check_member(data: bytes, suffix: str, name: str) -> MediaInfo | None:
-    """Decode a member. → size and length of an image or clip; None for any other"""
-    from kineograph.data.embeddings import read_npy
-
-    if suffix.endswith("npy"):
-        read_npy(data, name)
-    if suffix == "txt" and not data.strip():
-        raise Unreadable(name, "an empty caption")
-    return probe_media(data, f".{suffix}", name, decode_all=True) if media_kind(f"x.{suffix}") else None

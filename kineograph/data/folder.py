@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -19,13 +18,11 @@ from pydantic import model_validator
 from torch import Tensor
 
 from kineograph.core.batch import Sample
-from kineograph.core.config import LocalPath, shorten
-from kineograph.core.errors import InputError, NoData, Unreadable
+from kineograph.core.config import LocalPath
+from kineograph.core.errors import InputError, Unreadable
 from kineograph.data.buckets import Bucket, BucketedSource, Buckets, MediaInfo, assign_buckets
 from kineograph.data.captions import Captions, Problem, Span, find_captions, read_captions, several_texts
 from kineograph.data.decode import (
-    CLIPS,
-    IMAGES,
     Clip,
     DecodeOptions,
     MediaConfig,
@@ -35,13 +32,13 @@ from kineograph.data.decode import (
     raise_unreadable,
 )
 from kineograph.data.decoded_cache import DecodedCache, DecodedSize, KeepsDecoded
+from kineograph.data.file_listing import list_folder, refuse_empty
 from kineograph.data.fit_summary import MeasuresItems, has_colour, measure_sample
-from kineograph.data.loss_masks import check_mask_size, describe_masks, mask_options, pair_masks
-from kineograph.data.open_source import Split, select_split
+from kineograph.data.loss_masks import check_mask_size, describe_masks, mask_options
+from kineograph.data.open_source import Split
 from kineograph.data.probe import list_unreadable, probe_all
-from kineograph.data.shards import SUFFIXES
 from kineograph.data.sound_track import read_sound
-from kineograph.data.split_folders import describe_split_folders, group_by_split_folder
+from kineograph.data.split_folders import exclude_validation_folder, select_files
 from kineograph.data.transforms import pad_frames
 from kineograph.data.trim import UNTRIMMED, CutConfig
 
@@ -74,80 +71,6 @@ class FolderConfig(MediaConfig):
         return self
 
 
-class Listing(NamedTuple):
-    """Files of a folder: names relative to it, with /, sorted."""
-
-    media: list[str]
-    others: list[str]
-    problems: list[Problem]
-    masks: dict[str, str]
-    """Of the media that have one; masks themselves are not among the media."""
-
-
-def list_folder(root: Path, key: str = "data.folder=") -> Listing:
-    """All files below `root`, following links, without hidden ones. `key` names the path's origin in errors."""
-    if not root.exists():
-        raise NoData(f"{key}{root} does not exist")
-    if not root.is_dir():
-        raise InputError(f"{key}{root} is a file: give the folder that holds it")
-    media: list[str] = []
-    others: list[str] = []
-    problems: list[Problem] = []
-    visited: set[tuple[int, int]] = set()
-
-    waiting = [""]  # no recursion: folders may nest deeper than Python does
-    while waiting:
-        prefix = waiting.pop()
-        folder = os.path.join(root, prefix)
-        try:
-            status = os.stat(folder)
-            if (status.st_dev, status.st_ino) in visited:  # a link to a parent
-                continue
-            visited.add((status.st_dev, status.st_ino))
-            with os.scandir(folder) as entries:
-                ordered = sorted(entries, key=lambda entry: entry.name)
-        except OSError as error:
-            reason = "no permission" if isinstance(error, PermissionError) else str(error.strerror)
-            if not prefix:
-                raise InputError(f"{key}{root} cannot be read: {reason}") from None
-            problems.append(Problem(shorten(prefix.rstrip("/"), 200), f"{reason} to read this folder"))
-            continue
-        inner = []
-        for entry in ordered:
-            name = prefix + entry.name
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                inner.append(name + "/")
-            elif media_kind(entry.name):
-                media.append(name)
-            elif entry.is_file():  # not a pipe or device, which would block
-                others.append(name)
-        waiting += reversed(inner)
-    masks = pair_masks(media)
-    unmasked = set(media) - set(masks.values())
-    return Listing(sorted(unmasked), sorted(others), problems, masks)
-
-
-def _refuse_empty(root: Path, listing: Listing, key: str = "data.folder=") -> None:
-    if listing.media:
-        return
-    images, clips = (", ".join(suffix[1:] for suffix in suffixes) for suffixes in (IMAGES, CLIPS))
-    suffixes = Counter(PurePosixPath(name).suffix.lower() or "(no suffix)" for name in listing.others)
-    found = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(6))
-    hint = ""
-    if suffixes[".npy"] or suffixes[".npz"]:
-        hint = "; for arrays set data.source=memmap"
-    elif any(name.lower().endswith(SUFFIXES) for name in listing.others):
-        hint = f"; for tar shards set data.source=webdataset data.shards={root}"
-    elif listing.problems:
-        hint = f"; {listing.problems[0].path}: {listing.problems[0].reason}"
-    raise InputError(
-        f"{key}{root} holds nothing to train on: looked for images ({images}) and clips ({clips}), also in subfolders, "
-        f"and found {found or 'no files at all'}{hint}"
-    )
-
-
 class Item(NamedTuple):
     """A file, or the span of a clip that has its own caption."""
 
@@ -170,58 +93,6 @@ def build_items(names: Iterable[str], captions: Captions, prefix: str = "") -> l
     """One item per file, or per captioned span where a file has these."""
     whole: Sequence[Span | None] = (None,)
     return [Item(name, span, prefix) for name in names for span in captions.spans.get(name, whole)]
-
-
-def _exclude_validation_folder(names: list[str], root: Path, config: FolderConfig) -> list[str]:
-    """The names outside data.validation_folder, which may be a subfolder of data.folder but must not contain it."""
-    if config.validation_folder is None:
-        return names
-    main, held_out = root.resolve(), Path(config.validation_folder).expanduser().resolve()
-    if main.is_relative_to(held_out):
-        raise InputError(
-            f"data.validation_folder={config.validation_folder} contains data.folder={config.folder}: give a folder with other items"
-        )
-    folders = {name: name.rpartition("/")[0] for name in names}
-    # Resolved, since a link inside data.folder may lead there.
-    excluded = {folder for folder in set(folders.values()) if (main / folder).resolve().is_relative_to(held_out)}
-    return [name for name in names if folders[name] not in excluded]
-
-
-def _select_names(names: list[str], split: Split, config: FolderConfig) -> tuple[set[str], str | None]:
-    """The files of a split, and a line for the log."""
-    groups = group_by_split_folder(names) if config.split_folders else {}
-    own_validation = config.validation_folder is not None
-    if split in groups and split != "train":
-        return set(groups[split]), None
-    # Splits that have no folder are held out of the training items.
-    shares = {
-        "validation": 0.0 if own_validation or "validation" in groups else config.validation,
-        "test": 0.0 if "test" in groups else config.test,
-    }
-    chosen, note = _select_by_share(groups.get("train", names), split, config.model_copy(update=shares))
-    if split == "train":
-        notes = [note] if note else []
-        if groups:
-            text = describe_split_folders(names)
-            notes.append(f"data.folder={config.folder}: {text}; data.split_folders=false splits all of them by share")
-        if own_validation:
-            unused = ", not those of the folder validation" if "validation" in groups else ""
-            notes.append(
-                f"data.validation_folder={config.validation_folder}: its items are the validation split{unused}"
-            )
-        note = "; ".join(notes) or None
-    return chosen, note
-
-
-def _select_by_share(names: list[str], split: Split, config: FolderConfig) -> tuple[set[str], str | None]:
-    if config.split_by == "file":
-        selected = select_split([normalize("NFC", name) for name in names], split, config)
-        return {names[index] for index in selected.indices}, selected.note
-    parents = [PurePosixPath(name).parent.as_posix() for name in names]
-    folders = sorted(set(parents))
-    selected = select_split([normalize("NFC", folder) for folder in folders], split, config)
-    chosen = {folders[index] for index in selected.indices}
-    return {name for name, parent in zip(names, parents, strict=True) if parent in chosen}, selected.note
 
 
 def _read_item_captions(item: Item, captions: Captions, root: Path, config: FolderConfig) -> Sequence[str]:
@@ -278,9 +149,9 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
         key, folder = ("validation_folder", config.validation_folder) if apart else ("folder", config.folder)
         root, key = Path(folder or "").expanduser(), f"data.{key}="
         listing = list_folder(root, key)
-        media = listing.media if apart else _exclude_validation_folder(listing.media, root, config)
+        media = listing.media if apart else exclude_validation_folder(listing.media, root, config)
         listing = listing._replace(media=media)
-        _refuse_empty(root, listing, key)
+        refuse_empty(root, listing, key)
         captions = find_captions(root, media, listing.others)
         items = build_items(media, captions, f"{root.name}/" if apart else "")
         skipped: dict[str, str] = {}
@@ -293,7 +164,7 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
             items = [item for item in items if item.identity not in skipped]
             captioned = {item.name for item in items}
             media = [name for name in media if name in captioned]
-        names, note = (set(media), None) if apart else _select_names(media, split, config)  # all spans of a file in one
+        names, note = (set(media), None) if apart else select_files(media, split, config)  # all spans of a file in one
         if split != "train" and not apart:
             skipped = {}  # reported with the training items
         if skipped:

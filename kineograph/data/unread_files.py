@@ -12,7 +12,16 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from kineograph.core.text_file import parse_json
-from kineograph.data.captions import FILE_KEYS, METADATA, PROMPTS, SIDECARS, TEXT_KEYS, Problem, names_files, read_parquet_columns
+from kineograph.data.captions import (
+    FILE_KEYS,
+    METADATA,
+    PROMPTS,
+    SIDECARS,
+    TEXT_KEYS,
+    Problem,
+    names_files,
+    read_parquet_columns,
+)
 from kineograph.data.decode import media_kind
 
 _KEY = re.compile(r'"([^"\\]{1,255})"\s*:')  # of an object

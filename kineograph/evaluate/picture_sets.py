@@ -23,7 +23,8 @@ from kineograph.core.protocols import Source
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import parse_json
 from kineograph.data.decode import CLIPS, IMAGES, DecodeOptions, decode_media, media_kind, probe_media
-from kineograph.data.folder import Folder, FolderConfig, list_folder
+from kineograph.data.file_listing import list_folder
+from kineograph.data.folder import Folder, FolderConfig
 from kineograph.data.loader import Loader
 from kineograph.data.mix import MixConfig
 from kineograph.data.open_source import DataConfig, Split, open_source

@@ -36,7 +36,7 @@ from kineograph.data.decode import (
     raise_unreadable,
     to_channels,
 )
-from kineograph.data.folder import list_folder
+from kineograph.data.file_listing import list_folder
 from kineograph.data.transforms import ResizeCrop
 from kineograph.media.filenames import slugify
 

@@ -15,8 +15,8 @@ from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.core.noise import numpy_rng
 from kineograph.core.notes import Note
 from kineograph.core.protocols import Source
+from kineograph.data.file_listing import list_folder
 from kineograph.data.fit_summary import summarise_fit
-from kineograph.data.folder import list_folder
 from kineograph.data.open_source import DataConfig, Split, open_source, parse_data_config
 from kineograph.evaluate.sheets import enlarge_for_caption
 from kineograph.media.grids import make_grid, select_evenly

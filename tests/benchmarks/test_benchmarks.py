@@ -279,7 +279,7 @@ def test_clips_of_every_codec_are_read(tmp_path: Path, codec: str) -> None:
 def test_the_start_on_a_folder_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands are right: they run, here in this process."""
     from benchmarks import reading
-    from kineograph.data.folder import list_folder
+    from kineograph.data.file_listing import list_folder
     from tests.run.calling import kineo
 
     codes = []

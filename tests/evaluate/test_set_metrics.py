@@ -336,8 +336,8 @@ def test_grids_and_film_strips_of_training_are_not_counted(tmp_path):
     """In RUN/STAGE/samples/step-N, prompts.json lists what was drawn."""
     step = tmp_path / "step-00000060"
     (step / "online").mkdir(parents=True)
-    names = ("a-0000.gif", "b-0001.gif", "a-0000.strip.png", "grid.png", "online-beside-ema.gif", "train-grid.png")
-    for name in (*names, "online/a-0000.gif"):
+    written = ("a-0000.gif", "b-0001.gif", "a-0000.strip.png", "grid.png", "online-beside-ema.gif", "train-grid.png")
+    for name in (*written, "online/a-0000.gif"):
         (step / name).write_bytes(b"")
     rows = [{"file": "a-0000.gif", "prompt": "a"}, {"file": "b-0001.gif", "prompt": "b"}]
     (step / "prompts.json").write_text(json.dumps(rows))
