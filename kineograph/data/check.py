@@ -17,10 +17,11 @@ from kineograph.core.media_file import read_media
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import Problem, Span, find_captions, names_side, read_captions
 from kineograph.data.check_report import CheckedItem, Report
-from kineograph.data.decode import has_damaged_profile, media_kind, probe_media, raise_unreadable
+from kineograph.data.decode import has_damaged_profile, probe_media, raise_unreadable
 from kineograph.data.file_listing import Listing, list_folder
 from kineograph.data.folder import Folder, FolderConfig, build_items, cut_items
 from kineograph.data.loss_masks import find_mask_problems
+from kineograph.data.media_config import media_kind
 from kineograph.data.shard_check import check_shards
 from kineograph.data.shards import SUFFIXES
 from kineograph.data.split_folders import describe_split_folders

@@ -26,7 +26,7 @@ from kineograph.core.protocols import Source
 from kineograph.core.registry import find_source
 from kineograph.core.text_file import replace_surrogates
 from kineograph.data.captions import several_texts
-from kineograph.data.decode import to_channels
+from kineograph.data.channels import to_channels
 from kineograph.data.open_source import DataConfig, Split, select_split
 from kineograph.data.token_check import TokenGrid
 from kineograph.data.transforms import pad_frames, pick_window, resize_frames

@@ -13,7 +13,7 @@ import numpy as np
 from kineograph.core.errors import Unreadable
 from kineograph.core.protocols import Source
 from kineograph.data.buckets import Bucket, MediaInfo, buckets_of
-from kineograph.data.decode import MediaConfig
+from kineograph.data.media_config import MediaConfig
 from kineograph.data.mix import MixConfig
 from kineograph.data.open_source import DataConfig
 

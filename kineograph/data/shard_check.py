@@ -12,7 +12,8 @@ import numpy as np
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.data.captions import Problem, names_side
 from kineograph.data.check_report import Report
-from kineograph.data.decode import media_kind, probe_media
+from kineograph.data.decode import probe_media
+from kineograph.data.media_config import media_kind
 from kineograph.data.shards import SUFFIXES, Shard
 
 

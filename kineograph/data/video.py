@@ -18,7 +18,9 @@ from PIL import Image
 from kineograph.core.errors import Unreadable
 from kineograph.core.media_file import MediaLimits, Meter, decode_packets, open_video
 from kineograph.data.buckets import MediaInfo
-from kineograph.data.decode import MODES, Clip, DecodeOptions, LoadedMedia, to_channels
+from kineograph.data.channels import MODES, to_channels
+from kineograph.data.decode import Clip, LoadedMedia
+from kineograph.data.media_config import DecodeOptions
 from kineograph.data.transforms import TOLERANCE, ResizeCrop
 from kineograph.data.trim import UNTRIMMED
 

@@ -223,7 +223,9 @@ def test_reading_is_timed_as_training_reads(tmp_path: Path, monkeypatch: pytest.
 
     def count(module: str, name: str) -> None:
         function = getattr(import_module(module), name)
-        monkeypatch.setattr(f"{module}.{name}", lambda path, *given: decoded.append(path.name) or function(path, *given))
+        monkeypatch.setattr(
+            f"{module}.{name}", lambda path, *given: decoded.append(path.name) or function(path, *given)
+        )
 
     count("kineograph.data.decoded_cache", "load_media")
     count("kineograph.data.folder", "decode_media")

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from PIL import Image, ImageSequence
 
-from kineograph.data.decode import to_channels
+from kineograph.data.channels import to_channels
 from kineograph.media.clips import read_frames
 from kineograph.media.gif import frame_durations
 
