@@ -53,7 +53,7 @@ def check_folder(path: Path | str, config: FolderConfig | None = None, follow_li
     arrays = [name for name in listing.others if name.endswith((".npy", ".npz"))]
     tars = [name for name in listing.others if name.lower().endswith(SUFFIXES)]
     if tars:
-        check_shards(report, tars, [name for name in arrays if name.endswith(".npy")])
+        check_shards(report, tars, [name for name in arrays if name.endswith(".npy")], config.caption_lines)
     elif not listing.media:
         _check_arrays(report, arrays)
     if config.flip and report.sided:

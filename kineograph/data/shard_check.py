@@ -10,14 +10,14 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from kineograph.core.errors import InputError, Unreadable
-from kineograph.data.captions import Problem, names_side
+from kineograph.data.captions import Lines, Problem, names_side
 from kineograph.data.check_report import Report
 from kineograph.data.decode import probe_media
 from kineograph.data.media_config import media_kind
 from kineograph.data.shards import SUFFIXES, Shard
 
 
-def check_shards(report: Report, names: Sequence[str], arrays: Sequence[str]) -> None:
+def check_shards(report: Report, names: Sequence[str], arrays: Sequence[str], lines: Lines) -> None:
     """Decode every member of every tar, and find each sample's row in each folder of embeddings."""
     from kineograph.data.embeddings import AlignedEmbeddings
     from kineograph.data.shard_writer import INDEX_WIDTH
@@ -26,7 +26,7 @@ def check_shards(report: Report, names: Sequence[str], arrays: Sequence[str]) ->
         report.kinds[f"shards ({next(suffix for suffix in SUFFIXES if name.lower().endswith(suffix))[1:]})"] += 1
     keys: list[list[str]] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(lambda name: _check_shard(report.path, name), names))
+        results = list(pool.map(lambda name: _check_shard(report.path, name, lines), names))
     for note, problems, sample_keys, sided in results:
         report.notes.append(note)
         report.problems += problems
@@ -55,17 +55,20 @@ def check_shards(report: Report, names: Sequence[str], arrays: Sequence[str]) ->
         report.notes.append(f"{folder}: embeddings of {shape} for {count} of {sum(map(len, keys))} samples")
 
 
-def _check_shard(root: Path, name: str) -> tuple[str, list[Problem], list[str], int]:
+def _check_shard(root: Path, name: str, lines: Lines) -> tuple[str, list[Problem], list[str], int]:
     """One tar → a line about it, its problems, the keys of its samples with an image or clip, and its captions that name a side."""
-    from kineograph.data.webdataset_samples import WebDatasetConfig
+    from kineograph.data.webdataset_samples import Member, Record, SampleDecoder, WebDatasetConfig
 
     shard = Shard(str(root / name), name)
+    decoder = SampleDecoder(WebDatasetConfig(shards=str(root / name), caption_lines=lines), "train", [shard])
     problems: list[Problem] = []
-    caption_suffixes: list[str] = WebDatasetConfig.model_fields["captions"].default
+    caption_suffixes = decoder.suffixes["caption"]
     keys: list[str] = []
-    with_media, with_caption, with_side = set(), set(), set()
+    with_media, with_caption, with_side, unreadable = set(), set(), set(), set()
+    several: list[int] = []  # captions of samples with more than one
     for row, (key, members) in enumerate((_iterate_stream if shard.is_stream else _iterate_tar)(shard, problems)):
         keys.append(key)
+        found: dict[str, bytes] = {}
         for suffix, data in members:
             member = f"{name}:{key}.{suffix}"
             try:
@@ -76,12 +79,27 @@ def _check_shard(root: Path, name: str) -> tuple[str, list[Problem], list[str], 
             if has_media:
                 with_media.add(row)
             elif suffix in caption_suffixes:
-                with_caption.add(row)
-                if names_side(data.decode("utf-8", "replace")):
-                    with_side.add(row)
+                found[suffix] = data
+        for suffix in [suffix for suffix in caption_suffixes if suffix in found][:1]:  # as training prefers them
+            record = Record(f"{name}:{key}.{suffix}", 0, {}, {"caption": Member(found[suffix], suffix)})
+            try:
+                texts = decoder.decode_captions(record)
+            except Unreadable as error:
+                problems.append(Problem(record.name, error.reason))
+                unreadable.add(row)
+                continue
+            with_caption |= {row} if texts else set()
+            if not texts and suffix == "txt":  # an empty one, named above
+                unreadable.add(row)
+            with_side |= {row} if any(map(names_side, texts)) else set()
+            several += [len(texts)] if len(texts) > 1 else []
     if with_caption:
-        problems += [Problem(f"{name}:{keys[row]}", "no caption") for row in sorted(with_media - with_caption)]
+        problems += [
+            Problem(f"{name}:{keys[row]}", "no caption") for row in sorted(with_media - with_caption - unreadable)
+        ]
     note = f"{name}: {len(with_media)} samples, {len(with_media & with_caption)} with text"
+    if several:
+        note += f", {len(several)} with several captions, up to {max(several)}"
     if shard.is_stream:
         note += "; compressed, so it is read from its beginning: unpack it to shuffle all samples and resume exactly"
     return note, problems, [keys[row] for row in sorted(with_media)], len(with_side)
