@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import machine
 from kineograph.core.noise import numpy_rng
-from kineograph.data.decode import MediaConfig
+from kineograph.data.media_config import MediaConfig
 from kineograph.data.video import decode_video
 
 SECONDS, RATE, HEIGHT, WIDTH = 10, 30, 480, 854

@@ -28,8 +28,8 @@ from kineograph.core.registry import find_source, find_task, source_names
 from kineograph.data.buckets import BucketsConfig
 from kineograph.data.clip_retrieval import ClipRetrievalConfig
 from kineograph.data.dataset import DatasetConfig, DatasetSource
-from kineograph.data.decode import MediaConfig
 from kineograph.data.folder import FolderConfig
+from kineograph.data.media_config import MediaConfig
 from kineograph.data.memmap import MemmapConfig
 from kineograph.data.mix import MixConfig
 from kineograph.data.moving_digits import MovingDigitsConfig

@@ -22,7 +22,7 @@ from kineograph.core.capabilities import SupportsReconstruction
 from kineograph.core.config import parse
 from kineograph.core.errors import InputError
 from kineograph.core.task import BuildContext, Task, player_parameters
-from kineograph.data.decode import MediaConfig
+from kineograph.data.media_config import MediaConfig
 from kineograph.family.cogvideox.diffusers_weights import diffusers_config, network_state
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.transformer_config import RELEASED, TransformerShape

@@ -19,10 +19,11 @@ from kineograph.data.arrays import Array, list_npz, read_captions_beside
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import Problem, Span, find_captions, names_side, read_captions
 from kineograph.data.check_report import ArrayPlace, CheckedItem, Report
-from kineograph.data.decode import has_damaged_profile, media_kind, probe_media, raise_unreadable
+from kineograph.data.decode import has_damaged_profile, probe_media, raise_unreadable
 from kineograph.data.file_listing import Listing, list_folder
 from kineograph.data.folder import Folder, FolderConfig, build_items, cut_items
 from kineograph.data.loss_masks import find_mask_problems
+from kineograph.data.media_config import media_kind
 from kineograph.data.shard_check import check_shards
 from kineograph.data.shards import SUFFIXES
 from kineograph.data.split_folders import describe_split_folders
@@ -54,7 +55,7 @@ def check_folder(path: Path | str, config: FolderConfig | None = None, follow_li
     arrays = [name for name in listing.others if name.endswith((".npy", ".npz"))]
     tars = [name for name in listing.others if name.lower().endswith(SUFFIXES)]
     if tars:
-        check_shards(report, tars, [name for name in arrays if name.endswith(".npy")])
+        check_shards(report, tars, [name for name in arrays if name.endswith(".npy")], config.caption_lines)
     elif not listing.media:
         _check_arrays(report, arrays)
     if config.flip and report.sided:

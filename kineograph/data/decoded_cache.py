@@ -11,7 +11,8 @@ import numpy as np
 from kineograph.core.errors import Unreadable
 from kineograph.core.memory import main_memory
 from kineograph.core.protocols import Source
-from kineograph.data.decode import Clip, DecodeOptions, LoadedMedia, decode_media, load_media
+from kineograph.data.decode import Clip, LoadedMedia, decode_media, load_media
+from kineograph.data.media_config import DecodeOptions
 
 _SHARE = 0.25  # of the free memory, over all processes of a machine
 _MAX_FRAMES = 20_000  # of a set: whole clips are decoded, of which a step may need a few frames

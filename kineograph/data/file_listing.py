@@ -10,8 +10,8 @@ from typing import NamedTuple
 from kineograph.core.config import shorten
 from kineograph.core.errors import InputError, NoData
 from kineograph.data.captions import Problem
-from kineograph.data.decode import CLIPS, IMAGES, media_kind
 from kineograph.data.loss_masks import pair_masks
+from kineograph.data.media_config import CLIPS, IMAGES, media_kind
 from kineograph.data.shards import SUFFIXES
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from kineograph.core.errors import Unreadable
 from kineograph.core.protocols import Source
 from kineograph.data.buckets import Bucket, MediaInfo, buckets_of
-from kineograph.data.decode import MediaConfig
+from kineograph.data.media_config import MediaConfig
 from kineograph.data.mix import MixConfig
 from kineograph.data.open_source import DataConfig
 
@@ -82,6 +82,8 @@ def _find_losses(info: MediaInfo, shape: Bucket, config: DataConfig) -> set[str]
     losses = set()
     if shape.frames > 1 and not info.seconds:
         losses.add("still")
+    elif config.frames == 1 and info.frames > 1:
+        losses.add("clip")
     elif info.frames_at(config.fps) < shape.frames:
         losses.add("padded")
     resize, crop = (config.resize, config.crop) if isinstance(config, MediaConfig) else ("cover", "center")
@@ -107,6 +109,7 @@ def _describe_losses(config: DataConfig) -> dict[str, str]:
     return {
         "padded": f"padded: shorter than data.frames={config.frames}{rate}; {remedy}",
         "still": f"single pictures: one real frame of data.frames={config.frames}; set data.frames=1, or give clips",
+        "clip": "clips, of which one frame at a time is used: data.frames=1; set data.frames to train on clips",
         "cropped": f"cropped: more than {_CUT:.0%} of the picture lies outside {size}; {keeps} keeps more of it",
         "enlarged": f"enlarged: smaller than {size}; lower data.size",
     }

@@ -22,19 +22,12 @@ from kineograph.core.config import LocalPath
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.data.buckets import Bucket, BucketedSource, Buckets, MediaInfo, assign_buckets
 from kineograph.data.captions import Captions, Problem, Span, find_captions, read_captions, several_texts
-from kineograph.data.decode import (
-    Clip,
-    DecodeOptions,
-    MediaConfig,
-    decode_media,
-    media_kind,
-    probe_media,
-    raise_unreadable,
-)
+from kineograph.data.decode import Clip, decode_media, probe_media, raise_unreadable
 from kineograph.data.decoded_cache import DecodedCache, DecodedSize, KeepsDecoded
 from kineograph.data.file_listing import list_folder, refuse_empty
 from kineograph.data.fit_summary import MeasuresItems, has_colour, measure_sample
 from kineograph.data.loss_masks import check_mask_size, describe_masks, mask_options
+from kineograph.data.media_config import DecodeOptions, MediaConfig, media_kind
 from kineograph.data.open_source import Split
 from kineograph.data.probe import list_unreadable, probe_all
 from kineograph.data.sound_track import read_sound

@@ -9,7 +9,8 @@ from pathlib import Path, PurePosixPath
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import Problem
-from kineograph.data.decode import DecodeOptions, media_kind, probe_media
+from kineograph.data.decode import probe_media
+from kineograph.data.media_config import DecodeOptions, media_kind
 from kineograph.data.trim import UNTRIMMED
 
 _ENDING = "-mask"

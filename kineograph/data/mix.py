@@ -17,8 +17,8 @@ from kineograph.core.config import Config, parse
 from kineograph.core.errors import ConfigError, InputError, NoData, Unreadable
 from kineograph.core.protocols import MixShare, Source, Stream
 from kineograph.data.buckets import Bucket, BucketedSource, Buckets, buckets_of
-from kineograph.data.decode import MediaConfig
 from kineograph.data.decoded_cache import DecodedSize, KeepsDecoded
+from kineograph.data.media_config import MediaConfig
 from kineograph.data.open_source import DataConfig, Split, find_source_class, open_source, parse_data_config
 
 _SHAPE = ("size", "frames", "channels")  # of a batch, so of all its items

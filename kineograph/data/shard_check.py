@@ -7,21 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
 import numpy as np
 
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.data.buckets import MediaInfo
-from kineograph.data.captions import Problem, names_side
+from kineograph.data.captions import Lines, Problem, names_side
 from kineograph.data.check_report import CheckedItem, MemberPlace, Report
-from kineograph.data.decode import media_kind, probe_media
+from kineograph.data.decode import probe_media
+from kineograph.data.media_config import media_kind
 from kineograph.data.shards import SUFFIXES, Shard
 
-T = TypeVar("T")
 
-
-def check_shards(report: Report, names: Sequence[str], arrays: Sequence[str]) -> None:
+def check_shards(report: Report, names: Sequence[str], arrays: Sequence[str], lines: Lines) -> None:
     """Decode every member of every tar, and find each sample's row in each folder of embeddings."""
     from kineograph.data.embeddings import AlignedEmbeddings
     from kineograph.data.shard_writer import INDEX_WIDTH
@@ -30,7 +28,7 @@ def check_shards(report: Report, names: Sequence[str], arrays: Sequence[str]) ->
         report.kinds[f"shards ({next(suffix for suffix in SUFFIXES if name.lower().endswith(suffix))[1:]})"] += 1
     keys: list[list[str]] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        checked = list(pool.map(lambda name: _check_shard(report.path, name), names))
+        checked = list(pool.map(lambda name: _check_shard(report.path, name, lines), names))
     for found in checked:
         report.notes.append(found.note)
         report.problems += found.problems
@@ -69,12 +67,14 @@ class _CheckedShard:
     sided: int = 0  # captions that name a side
 
 
-def _check_shard(root: Path, name: str) -> _CheckedShard:
+def _check_shard(root: Path, name: str, lines: Lines) -> _CheckedShard:
     from kineograph.data.webdataset_samples import Member, Record, SampleDecoder, WebDatasetConfig
 
     shard, found = Shard(str(root / name), name), _CheckedShard()
-    decoder = SampleDecoder(WebDatasetConfig(shards=shard.url), "train", ())
+    decoder = SampleDecoder(WebDatasetConfig(shards=shard.url, caption_lines=lines), "train", [shard])
+    media_suffixes, caption_suffixes = decoder.suffixes["media"], decoder.suffixes["caption"]
     with_text, without = 0, []
+    several: list[int] = []  # captions of samples with more than one
     for key, members in (_iterate_stream if shard.is_stream else _iterate_tar)(shard, found.problems):
         sample = f"{name}:{key}"
         media: dict[str, tuple[MediaInfo | None, MemberPlace]] = {}  # by suffix, as `texts`
@@ -85,28 +85,35 @@ def _check_shard(root: Path, name: str) -> _CheckedShard:
                 info = _check_member(data, suffix, f"{sample}.{suffix}")
             except Unreadable as error:
                 found.problems.append(Problem(f"{sample}.{suffix}", error.reason))
-                if suffix in decoder.suffixes["caption"]:
-                    continue
             if media_kind(f"x.{suffix}"):
                 media[suffix] = info, MemberPlace(name, f"{key}.{suffix}", offset, len(data))
-            elif suffix in decoder.suffixes["caption"]:
+            elif suffix in caption_suffixes:
                 texts[suffix] = Member(data, suffix)
-        found.sided += any(names_side(text.data.decode("utf-8", "replace")) for text in texts.values())
+        captions: tuple[str, ...] = ()
+        is_named = False  # as a problem
+        if texts:
+            text = texts[_prefer(texts, caption_suffixes)]
+            record = Record(f"{sample}.{text.suffix}", 0, {}, {"caption": text})
+            try:
+                captions = tuple(decoder.decode_captions(record))
+                is_named = not captions and text.suffix == "txt"  # an empty one
+            except Unreadable as error:
+                found.problems.append(Problem(record.name, error.reason))
+                is_named = True
+        found.sided += any(map(names_side, captions))
         if not media:
             continue
-        with_text += bool(texts)
-        without += [] if texts else [sample]
-        captions: tuple[str, ...] = ()
-        if texts:
-            record = Record(sample, 0, {}, {"caption": _find_preferred(texts, decoder.suffixes["caption"])})
-            with suppress(Unreadable):
-                captions = decoder.decode_captions(record)
-        info, place = _find_preferred(media, decoder.suffixes["media"])
+        with_text += bool(captions)
+        without += [] if captions or is_named else [sample]
+        several += [len(captions)] if len(captions) > 1 else []
+        info, place = media[_prefer(media, media_suffixes)]
         found.items.append(CheckedItem(sample, info, captions, place=place))
         found.keys.append(key)
     if with_text:
         found.problems += [Problem(sample, "no caption") for sample in without]
     found.note = f"{name}: {len(found.items)} samples, {with_text} with text"
+    if several:
+        found.note += f", {len(several)} with several captions, up to {max(several)}"
     if shard.is_stream:
         found.note += (
             "; compressed, so it is read from its beginning: unpack it to shuffle all samples and resume exactly"
@@ -114,9 +121,9 @@ def _check_shard(root: Path, name: str) -> _CheckedShard:
     return found
 
 
-def _find_preferred(by_suffix: Mapping[str, T], suffixes: Sequence[str]) -> T:
-    """The member that the source takes: the one whose suffix comes first."""
-    return by_suffix[min(by_suffix, key=lambda name: suffixes.index(name) if name in suffixes else len(suffixes))]
+def _prefer(found: Mapping[str, object], suffixes: Sequence[str]) -> str:
+    """The suffix that the source takes: the one that comes first."""
+    return min(found, key=lambda name: suffixes.index(name) if name in suffixes else len(suffixes))
 
 
 _Samples = Iterator[tuple[str, Iterator[tuple[str, bytes, int | None]]]]

@@ -9,7 +9,8 @@ import numpy as np
 
 from kineograph.core.errors import Unreadable
 from kineograph.core.media_file import MediaLimits, Meter, open_sound
-from kineograph.data.decode import VIDEOS, Clip
+from kineograph.data.decode import Clip
+from kineograph.data.media_config import VIDEOS
 
 _PREROLL = 0.25  # seconds decoded before the first sample: codecs build on earlier packets
 _REMEDY = "add a sound track or a .wav of the same name, remove the clip, or set data.sample_rate=null"

@@ -22,7 +22,7 @@ from kineograph.data.captions import (
     names_files,
     read_parquet_columns,
 )
-from kineograph.data.decode import media_kind
+from kineograph.data.media_config import media_kind
 
 _KEY = re.compile(r'"([^"\\]{1,255})"\s*:')  # of an object
 _HEAD = 1 << 16  # bytes read of a list

@@ -18,7 +18,8 @@ from PIL import Image
 from kineograph.core.errors import Unreadable
 from kineograph.core.media_file import MediaLimits, Meter, decode_packets, open_video
 from kineograph.data.buckets import MediaInfo
-from kineograph.data.decode import Clip, DecodeOptions, LoadedMedia
+from kineograph.data.decode import Clip, LoadedMedia
+from kineograph.data.media_config import DecodeOptions
 from kineograph.data.picture import MODES, pixel_aspect, quarter_turns, to_channels
 from kineograph.data.transforms import TOLERANCE, ResizeCrop
 from kineograph.data.trim import UNTRIMMED

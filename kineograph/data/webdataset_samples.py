@@ -16,8 +16,9 @@ from kineograph.core.errors import Unreadable
 from kineograph.core.text_file import parse_json
 from kineograph.data.buckets import Bucket
 from kineograph.data.captions import TEXT_KEYS, find_texts, several_texts, split_captions
-from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media
+from kineograph.data.decode import decode_media
 from kineograph.data.embeddings import AlignedEmbeddings, pad_encodings, read_npy
+from kineograph.data.media_config import CLIPS, IMAGES, MediaConfig
 from kineograph.data.open_source import Split
 from kineograph.data.shards import Shard
 from kineograph.data.transforms import pad_frames

@@ -9,10 +9,11 @@ import torch
 
 from kineograph.core.batch import Batch
 from kineograph.core.kernels import enable_flash_attention_3
+from kineograph.data.decoded_cache import keep_if_small
 from kineograph.data.loader import Loader
 from kineograph.doctor.step_trace import fill_text_embeddings
 from kineograph.stage.build import PlanBuilder
-from kineograph.stage.data import StageData
+from kineograph.stage.data import StageData, count_workers
 from kineograph.stage.spec import StagePlan
 from kineograph.train.parallel import ParallelConfig
 from kineograph.train.stepper import Stepper
@@ -30,10 +31,16 @@ class Speed:
 
 
 def read_two_batches(data: StageData, rows: int) -> tuple[list[Batch], float]:
-    """Read two batches of training samples, of the largest bucket. → the batches, and the seconds per sample of the second."""
+    """Read two batches of training samples, of the largest bucket. → the batches, and the seconds per sample of the second.
+
+    Where training keeps the items decoded in memory, the second batch has the items of the first: files are read in the first epoch only.
+    """
     loader = Loader(data.source, data.seed, data.stage.train.batch_size)
     shape, items = data.largest_bucket()
-    batches = loader.ordered_batches([items[index % len(items)] for index in range(2 * rows)], rows, shape)
+    train = data.stage.train
+    kept = train.keep_decoded and keep_if_small(data.source, max(count_workers(train, 1), 1))
+    different = rows if kept else 2 * rows
+    batches = loader.ordered_batches([items[index % different % len(items)] for index in range(2 * rows)], rows, shape)
     first = next(batches)  # opens files and fills caches
     started = time.perf_counter()
     second = next(batches)

@@ -17,15 +17,16 @@ from torch import Tensor
 
 from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Shape
-from kineograph.core.errors import InputError, Unreadable
+from kineograph.core.errors import InputError, NoData, Unreadable
 from kineograph.core.noise import key_of
 from kineograph.core.protocols import Source
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import parse_json
-from kineograph.data.decode import CLIPS, IMAGES, DecodeOptions, decode_media, media_kind, probe_media
+from kineograph.data.decode import decode_media, probe_media
 from kineograph.data.file_listing import list_folder
 from kineograph.data.folder import Folder, FolderConfig
 from kineograph.data.loader import Loader
+from kineograph.data.media_config import CLIPS, IMAGES, DecodeOptions, media_kind
 from kineograph.data.mix import MixConfig
 from kineograph.data.open_source import DataConfig, Split, open_source
 from kineograph.data.transforms import ResizeCrop
@@ -211,7 +212,9 @@ def open_folder(
     drawn = _read_previews(path, listing.others)
     files = _leave_out_sheets(listing.media, listing.others, drawn)
     if len(files) < len(listing.media):
-        note(f"{path}: {len(listing.media) - len(files)} contact sheets of drawn files are left out")
+        count = len(listing.media) - len(files)
+        counted = "1 contact sheet of drawn files is" if count == 1 else f"{count} contact sheets of drawn files are"
+        note(f"{path}: {counted} left out")
     if split is not None:
         own = {item.name for item in Folder.open(FolderConfig(folder=str(path)), split, 0).items}
         files = [name for name in files if name in own]
@@ -291,7 +294,10 @@ def open_run_split(run: Path, split: Split, limit: int | None, note: Callable[[s
     data = read_stage(tree, list(tree["stages"])[-1]).data
     if data.source == "dataset":
         raise InputError(f"{run} was trained on a Dataset object: write its items to a folder first")
-    return open_split(data, split, int(tree.get("seed", 0)), f"{run}: {split} split", limit, note=note)
+    try:
+        return open_split(data, split, int(tree.get("seed", 0)), f"{run}: {split} split", limit, note=note)
+    except NoData as error:
+        raise InputError(f"{error}; if the data were moved, give their folder instead of {run}") from None
 
 
 def pair_files(drawn: MediaFolder, real: MediaFolder) -> Iterator[tuple[Tensor, Tensor]]:

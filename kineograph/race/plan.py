@@ -20,8 +20,8 @@ from kineograph.core.noise import numpy_rng
 from kineograph.core.notes import discard
 from kineograph.core.run_folder import write_atomic
 from kineograph.core.trust import require_trust
-from kineograph.data.decode import CLIPS
 from kineograph.data.file_listing import list_folder
+from kineograph.data.media_config import CLIPS
 from kineograph.data.open_source import DataConfig, open_source, parse_data_config
 from kineograph.doctor.machine import release_memory
 from kineograph.doctor.speed import time_steps

@@ -27,16 +27,10 @@ from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.media_file import MediaLimits, Meter, open_image, read_media
 from kineograph.core.noise import numpy_rng
 from kineograph.core.notes import Note
-from kineograph.data.decode import (
-    CLIPS,
-    IMAGES,
-    DecodeOptions,
-    decode_media,
-    probe_media,
-    raise_unreadable,
-    to_channels,
-)
+from kineograph.data.decode import decode_media, probe_media, raise_unreadable
 from kineograph.data.file_listing import list_folder
+from kineograph.data.media_config import CLIPS, IMAGES, DecodeOptions
+from kineograph.data.picture import to_channels
 from kineograph.data.transforms import ResizeCrop
 from kineograph.media.filenames import slugify
 

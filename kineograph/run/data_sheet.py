@@ -61,7 +61,7 @@ def show_data(
     make_grid(cells, captions=[_describe(sample) for sample in samples]).save(out)
     note(
         f"{len(samples)} of {len(source)} {split} items, {config.frames} × {config.size[0]} × {config.size[1]} "
-        f"with {config.channels} channels (frames × height × width)"
+        f"with {config.channels} channel{'s' if config.channels > 1 else ''} (frames × height × width)"
     )
     return out
 

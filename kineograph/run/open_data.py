@@ -14,8 +14,8 @@ from kineograph.core.protocols import Source, Stream
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.captions import require_captions, warn_of_flip
 from kineograph.data.dataset import DatasetSource
-from kineograph.data.decode import MediaConfig
 from kineograph.data.fit_summary import summarise_fit
+from kineograph.data.media_config import MediaConfig
 from kineograph.data.open_source import BlankSource, Split, open_source
 from kineograph.data.startup_scan import check_unreadable_share, scan
 from kineograph.stage.data import StageData, scan_file

@@ -24,7 +24,7 @@ from kineograph.core.capabilities import can_inpaint
 from kineograph.core.config import Config
 from kineograph.core.errors import InputError
 from kineograph.core.noise import numpy_rng
-from kineograph.data.decode import MediaConfig
+from kineograph.data.media_config import MediaConfig
 from kineograph.data.open_source import DataConfig
 from kineograph.data.picture import to_channels
 from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, ResizeCrop, resize_frames

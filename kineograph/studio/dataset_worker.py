@@ -16,7 +16,8 @@ PACKED = 100_000  # samples of tars and items of arrays that are listed
 def describe_folder(folder: Path, settings: list[str]) -> dict[str, Any]:
     """Lines, items, buckets and problems of a folder. Links out of it are not followed."""
     from kineograph.data.buckets import assign_buckets
-    from kineograph.data.check import MemberPlace, check_folder, parse_settings
+    from kineograph.data.check import check_folder, parse_settings
+    from kineograph.data.check_report import MemberPlace
 
     config = parse_settings(folder, settings) if settings else None
     report = check_folder(folder, config, follow_links=False)

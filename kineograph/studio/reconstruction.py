@@ -17,7 +17,8 @@ from kineograph.core.noise import numpy_rng
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
 from kineograph.data.array_layout import FPS
-from kineograph.data.decode import MediaConfig, decode_media
+from kineograph.data.decode import decode_media
+from kineograph.data.media_config import MediaConfig
 from kineograph.data.transforms import pad_frames, pick_window, resize_frames
 from kineograph.evaluate.similarity import psnr
 from kineograph.media.clips import write_clip

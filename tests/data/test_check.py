@@ -10,7 +10,7 @@ from kineograph.core.errors import InputError
 from kineograph.data.captions import names_side
 from kineograph.data.check import check_folder
 from kineograph.data.folder import FolderConfig
-from tests.data.tar_shards import item, write
+from tests.data.tar_shards import item, picture, write
 
 
 def problems(report):
@@ -210,6 +210,33 @@ def test_tar_shards(tmp_path):
     assert found["0000.tar:b"] == "no caption"
     assert "not a PNG" in found["0000.tar:c.png"]
     assert any(path.startswith("0001.tar") for path in found)
+
+
+def test_captions_in_shards_are_counted_as_training_reads_them(tmp_path):
+    files = [
+        ("0.png", picture(0)),
+        ("0.json", b'{"text": ["a", "b"]}'),
+        ("1.png", picture(9)),
+        ("1.json", b'{"width": 12}'),
+    ]
+    files += [
+        ("2.png", picture(19)),
+        ("2.json", b"[]"),
+        ("3.png", picture(29)),
+        ("3.txt", b"one\ntwo\nthree"),
+        ("4.png", picture(39)),
+        ("4.txt", b" "),
+    ]
+    write(tmp_path / "0.tar", files)
+    report = check_folder(tmp_path)
+    assert "0.tar: 5 samples, 2 with text, 1 with several captions, up to 2" in report.lines()
+    assert problems(report) == {
+        "0.tar:1": "no caption",
+        "0.tar:2.json": "its .json is not a JSON object",
+        "0.tar:4.txt": "an empty caption",
+    }
+    lines = check_folder(tmp_path, FolderConfig(folder=str(tmp_path), caption_lines="several")).lines()
+    assert "0.tar: 5 samples, 2 with text, 2 with several captions, up to 3" in lines
 
 
 def test_pictures_of_too_many_pixels_are_named_with_their_size_and_the_limit(tmp_path, monkeypatch):

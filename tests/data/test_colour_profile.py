@@ -6,7 +6,8 @@ import pytest
 from PIL import Image, ImageCms
 
 from kineograph.data.check import check_folder
-from kineograph.data.decode import DecodeOptions, decode_media
+from kineograph.data.decode import decode_media
+from kineograph.data.media_config import DecodeOptions
 from kineograph.data.transforms import ResizeCrop
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from kineograph.core.media_file import MediaLimits
 from kineograph.data import video
-from kineograph.data.decode import Clip, DecodeOptions, decode_media, probe_media
+from kineograph.data.decode import Clip, decode_media, probe_media
 from kineograph.data.decoded_cache import DecodedCache
+from kineograph.data.media_config import DecodeOptions
 from kineograph.data.transforms import ResizeCrop
 from kineograph.data.trim import Trim
 from kineograph.media.clips import read_frames

@@ -7,7 +7,8 @@ from PIL import Image
 
 from kineograph.core.errors import Unreadable
 from kineograph.core.media_file import MediaLimits, Meter
-from kineograph.data.decode import DecodeOptions, _gif_delays, decode_media, probe_media
+from kineograph.data.decode import _gif_delays, decode_media, probe_media
+from kineograph.data.media_config import DecodeOptions
 from kineograph.data.picture import to_channels
 from kineograph.data.transforms import ResizeCrop
 from kineograph.media.clips import write_clip

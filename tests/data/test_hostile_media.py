@@ -16,8 +16,9 @@ from PIL import Image
 
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.media_file import MediaLimits, Stopwatch
-from kineograph.data.decode import DecodeOptions, decode_media, probe_media
+from kineograph.data.decode import decode_media, probe_media
 from kineograph.data.folder import Folder, FolderConfig
+from kineograph.data.media_config import DecodeOptions
 from kineograph.data.startup_scan import scan
 from kineograph.data.transforms import ResizeCrop
 from kineograph.media.clips import read_frames

@@ -6,7 +6,8 @@ import torch
 from kineograph.core.errors import Unreadable
 from kineograph.core.media_file import MediaLimits
 from kineograph.data import video
-from kineograph.data.decode import DecodeOptions, decode_media
+from kineograph.data.decode import decode_media
+from kineograph.data.media_config import DecodeOptions
 from kineograph.data.transforms import ResizeCrop
 
 

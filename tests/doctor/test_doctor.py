@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from kineograph.cli import main
 from kineograph.core.capabilities import HasMemorySavers
@@ -211,6 +213,28 @@ def test_speed_is_probed_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
         }
     )
     assert side_by_side.step_seconds == pytest.approx(max(found.speed.step_seconds, 4 * found.speed.read_seconds))
+
+
+def test_reading_is_timed_as_training_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small folder is decoded once: later epochs wait for no file."""
+    for number in range(40):
+        Image.new("RGB", (16, 16), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    decoded: list[str] = []
+
+    def count(module: str, name: str) -> None:
+        function = getattr(import_module(module), name)
+        monkeypatch.setattr(
+            f"{module}.{name}", lambda path, *given: decoded.append(path.name) or function(path, *given)
+        )
+
+    count("kineograph.data.decoded_cache", "load_media")
+    count("kineograph.data.folder", "decode_media")
+    for kept, files in ((True, 8), (False, 16)):
+        keys = ["data.source=folder", f"data.folder={tmp_path}", f"train.keep_decoded={str(kept).lower()}"]
+        _, data, _ = opened(tokenizer_with(), *keys, "data.size=16")
+        decoded.clear()
+        speed.read_two_batches(data["tokenizer"], 8)
+        assert len(decoded) == files
 
 
 def test_probing_leaves_the_estimate_of_memory_alone() -> None:

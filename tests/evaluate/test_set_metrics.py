@@ -201,6 +201,9 @@ def test_the_training_split_of_a_run_or_a_folder(pair, files, tmp_path):  # noqa
         path.rename(folder / path.name)
     tested = compare_sets(pair[0], pair[1], ["fid"], options=own(files), split="test", device="cpu")
     assert tested.results["fid"].labels["real"] == 5
+    pair[1].rename(tmp_path / "moved")
+    with pytest.raises(InputError, match="does not exist; if the data were moved, give their folder instead of"):
+        compare_sets(pair[0], run.path, ["fid"], options=own(files), device="cpu")
 
 
 def test_bad_folders(pair, files, tmp_path):  # noqa: F811

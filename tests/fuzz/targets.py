@@ -36,7 +36,8 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.core.weight_files import open_weights
 from kineograph.data.captions import find_captions
 from kineograph.data.check import check_folder
-from kineograph.data.decode import DecodeOptions, decode_media, probe_media
+from kineograph.data.decode import decode_media, probe_media
+from kineograph.data.media_config import DecodeOptions
 from kineograph.data.open_source import open_source, parse_data_config
 from kineograph.data.transforms import ResizeCrop
 from kineograph.evaluate.compare import compare
