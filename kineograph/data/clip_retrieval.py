@@ -89,7 +89,9 @@ class ClipRetrieval(Source):
         if self.config.metadata is None:
             return None
         root = Path(self.config.metadata)
-        remote = RemoteFolder(self.config.metadata, "data.metadata", ".parquet") if is_url(self.config.metadata) else None
+        remote = (
+            RemoteFolder(self.config.metadata, "data.metadata", ".parquet") if is_url(self.config.metadata) else None
+        )
         if remote is None and not root.is_dir():
             raise NoData(f"data.metadata={self.config.metadata} is not a folder")
         names = remote.files if remote else [path.name for path in root.glob("*.parquet")]
