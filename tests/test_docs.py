@@ -53,6 +53,7 @@ from kineograph.text import TextConfig
 from kineograph.text.clip import ClipConfig
 from kineograph.text.clip_embedding import ClipSource
 from kineograph.train.config import EmaConfig, HubConfig, PlayerConfig, TrainConfig, WandbConfig
+from kineograph.train.health import SIGNS
 from kineograph.train.parallel import ParallelConfig
 from tests.run.calling import kineo
 
@@ -371,7 +372,7 @@ def test_the_keys_beside_those_of_the_originals_exist(heading: str) -> None:
 def test_every_finding_is_explained() -> None:
     sources = (ROOT / "kineograph").rglob("*.py")
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    found = set(re.findall(r'\b(?:Finding|Limit)\(\s*(?:name=)?"(\w+)"', text))
+    found = {*SIGNS, *re.findall(r'\bLimit\(\s*(?:name=)?"(\w+)"', text)}
     page = (ROOT / "docs" / "health.md").read_text(encoding="utf-8")
     assert len(found) > 15
     assert found == set(re.findall(r"^- `(\w+)` \((?:fatal|warning)\): ", page, re.MULTILINE))

@@ -37,10 +37,11 @@ def shown(tmp_path: Path, name: str = "run", **changes: Any) -> Path:
 
 
 def test_samples_inputs_and_reconstructions_are_files_with_their_text(tmp_path: Path) -> None:
-    stage = shown(tmp_path, train__format="mp4")
+    stage = shown(tmp_path, train__format="mp4", train__grids=["validation"], train__caption_prefix="ours: ")
     samples = stage / "samples" / "step-00000003"
     listed = json.loads((samples / "prompts.json").read_text())
     assert len(listed) == 3
+    assert (samples / "validation-grid.txt").read_text() == "".join(f"ours: {row['prompt']}\n" for row in listed)
     for row in listed:
         clip, fps = read_clip(samples / row["file"])
         assert clip.shape[0] == 5 and fps == 6
