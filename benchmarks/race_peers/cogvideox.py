@@ -142,7 +142,7 @@ def train_codec(track: Track) -> tuple[Any, Stage]:
     last: list[Any] = []
     step = make_step(stage, loss, optimizer, clip=1.0)
     stage.train(step_and_scale)
-    vae.eval().requires_grad_(False)
+    vae.eval()
     with torch.no_grad(), stage.autocast():
         deviation = float(vae.encode(_to_model(last[0].video)).latent_dist.sample().float().std())
     vae.register_to_config(scaling_factor=1 / deviation)

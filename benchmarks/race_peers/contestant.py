@@ -54,4 +54,4 @@ def load_contestants() -> dict[str, Contestant]:
 
 
 def count_trained(modules: Iterable[nn.Module]) -> int:
-    return sum({id(p): p.numel() for module in modules for p in module.parameters() if p.requires_grad}.values())
+    return sum({id(p): p.numel() for module in modules for p in module.parameters()}.values())

@@ -68,7 +68,7 @@ def train(track: Track) -> Trained:
             frames = model.vae(rearrange(clips, "b t c h w -> (b t) c h w"))
         return rearrange(frames, "(b t) c h w -> b t c h w", t=clips.shape[1])
 
-    return Trained(draw, [codec, model], reconstruct, unguided=lambda captions: draw(captions, cond_scale=1))
+    return Trained(draw, [codec, torch.nn.ParameterList(parameters)], reconstruct, unguided=lambda captions: draw(captions, cond_scale=1))
 
 
 def train_codec(track: Track) -> tuple[Any, Any]:
