@@ -21,6 +21,7 @@ def train(track: Track) -> Trained:
     plan: Any = track.generators[-1].spec.config
     words = track.make_words(plan.text.length)
     track.note("text: its own encoder, over the captions' words; its 49,408 BPE tokens would be larger than the model")
+    track.note("text: reversible layers, since its default encoder refuses the rotary positions that it is given")
 
     def build(width: int) -> Any:
         return NUWA(
@@ -31,6 +32,7 @@ def train(track: Track) -> Trained:
             text_enc_depth=max(1, plan.text.depth),
             text_enc_heads=plan.heads,
             text_enc_dim_head=width // plan.heads,
+            enc_reversible=True,
             max_video_frames=track.shape.frames,
             dec_depth=plan.depth,
             dec_heads=plan.heads,
