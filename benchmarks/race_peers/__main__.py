@@ -77,7 +77,10 @@ def race_peers(options: argparse.Namespace, command: str, known: Mapping[str, Co
     for path in filter(None, (folder / "peers.json", folder / "peers.md", sheet)):
         print(f"wrote {path}")
     if failed:
-        print(f"error: {', '.join(failed)} failed; the same command tries again (logs in {folder / 'peers'})", file=sys.stderr)
+        print(
+            f"error: {', '.join(failed)} failed; the same command tries again (logs in {folder / 'peers'})",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 
@@ -145,7 +148,9 @@ def wait(child: subprocess.Popen[bytes]) -> int:
     """Wait for the end of a peer; a signal ends it, and what others have reached is kept."""
 
     def stop(number: int, frame: object) -> None:
-        raise Stopped(f"stopped by {signal.Signals(number).name}; the same command goes on with the peers that are left")
+        raise Stopped(
+            f"stopped by {signal.Signals(number).name}; the same command goes on with the peers that are left"
+        )
 
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -49,7 +49,9 @@ def train(track: Track) -> Trained:
     parameters = [*model.parameters(), *text.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4 * track.rate, betas=(0.9, 0.95), weight_decay=1e-4)
     track.note("generator: AdamW 1e-4 and clip 1 of its script, without its warm-up; latents encoded once, as there")
-    track.note(f"generator: {CAPTION_DROPOUT} of the captions are dropped, which its script does not do and guidance needs")
+    track.note(
+        f"generator: {CAPTION_DROPOUT} of the captions are dropped, which its script does not do and guidance needs"
+    )
     cumulative = schedule.alphas_cumprod.to(track.device)
 
     @torch.no_grad()

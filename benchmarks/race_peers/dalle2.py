@@ -70,9 +70,7 @@ def _train_clip(track: Track, words: Words, width: int) -> Any:
 def _make_accelerator(track: Track, precision: str) -> Any:
     from accelerate import Accelerator
 
-    return Accelerator(
-        cpu=track.device.type == "cpu", mixed_precision="bf16" if precision == "bf16" else "no"
-    )
+    return Accelerator(cpu=track.device.type == "cpu", mixed_precision="bf16" if precision == "bf16" else "no")
 
 
 def _by_trainer(stage: Stage, trainer: Any, loss: Any, update: Any) -> Step:

@@ -35,7 +35,12 @@ def train(track: Track) -> Trained:
     def build(width: int) -> Any:
         with mock.patch.object(module, "get_encoded_dim", lambda name: text.width):
             return MaskGitTransformer(
-                num_tokens=codes, seq_len=side**2, dim=width, depth=plan.depth, heads=plan.heads, dim_head=width // plan.heads
+                num_tokens=codes,
+                seq_len=side**2,
+                dim=width,
+                depth=plan.depth,
+                heads=plan.heads,
+                dim_head=width // plan.heads,
             )
 
     width = fit_size(build, target - sum(p.numel() for p in text.parameters()), 8 * plan.heads)

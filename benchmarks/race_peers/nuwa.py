@@ -59,7 +59,9 @@ def train(track: Track) -> Trained:
 
     stage.train(make_step(stage, loss, optimizer, clip=0.5))
     model.eval()
-    track.note("sampler: its guidance feeds the output of the guided pass to the unguided one; a row without guidance beside it")
+    track.note(
+        "sampler: its guidance feeds the output of the guided pass to the unguided one; a row without guidance beside it"
+    )
 
     def draw(captions: list[str], **guidance: float) -> Tensor:
         with stage.autocast():
@@ -70,7 +72,12 @@ def train(track: Track) -> Trained:
             frames = model.vae(rearrange(clips, "b t c h w -> (b t) c h w"))
         return rearrange(frames, "(b t) c h w -> b t c h w", t=clips.shape[1])
 
-    return Trained(draw, [codec, torch.nn.ParameterList(parameters)], reconstruct, unguided=lambda captions: draw(captions, cond_scale=1))
+    return Trained(
+        draw,
+        [codec, torch.nn.ParameterList(parameters)],
+        reconstruct,
+        unguided=lambda captions: draw(captions, cond_scale=1),
+    )
 
 
 def train_codec(track: Track) -> tuple[Any, Any]:

@@ -53,7 +53,9 @@ def train(track: Track) -> Trained:
         [*model.maskgit.parameters(), *text.parameters()], lr=1e-4 * track.rate, betas=(0.9, 0.99)
     )
     averages = Averages(model.maskgit, text)
-    track.note(f"generator: {model.cond_drop_prob} of the captions are dropped for guidance, which its forward() fails to do")
+    track.note(
+        f"generator: {model.cond_drop_prob} of the captions are dropped for guidance, which its forward() fails to do"
+    )
     track.note("generator: the EMA that its trainer's options promise and that it does not have")
     if len(track.generators) > 1:
         track.note("generator: on clips all the time; our plan begins with pictures")

@@ -21,8 +21,7 @@ def join_records(race: dict[str, Any], peers: dict[str, Any]) -> dict[str, Any]:
         if UNGUIDED in entry:
             entries[f"{name}, {UNGUIDED}"] = {**entry[UNGUIDED], "family": f"{title}, {UNGUIDED}"}
     request = {**race["request"], "seeds": max(race["request"]["seeds"], peers["request"]["seeds"])}
-    unable = {peer: reason for peer, reason in peers["unable"].items()}
-    return {**race, "entries": entries, "request": request, "unable": unable, "command": peers["command"]}
+    return {**race, "entries": entries, "request": request, "unable": peers["unable"], "command": peers["command"]}
 
 
 def _title(entry: dict[str, Any]) -> str:

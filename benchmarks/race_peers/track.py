@@ -238,7 +238,9 @@ class TextStandIn(nn.Module):
 def make_text_stand_in(track: Track, stage: StagePlan) -> TextStandIn:
     text: Any = stage.spec.config.text  # type: ignore[attr-defined]
     layers = f" and {text.depth} transformer layer{'s' * (text.depth > 1)}, as many as ours" if text.depth else ""
-    track.note(f"text: in the place of T5, which cannot be fetched: embeddings of words and positions{layers}, learned jointly")
+    track.note(
+        f"text: in the place of T5, which cannot be fetched: embeddings of words and positions{layers}, learned jointly"
+    )
     return TextStandIn(track.make_words(text.length), text).to(track.device)
 
 

@@ -141,7 +141,12 @@ def test_a_crash_is_a_failure_with_its_last_line(tmp_path, monkeypatch):
 def test_table_has_ours_beside_theirs_and_what_was_done(race):
     record = json.loads((race / "race.json").read_text())
     unguided = {"figures": {"caption accuracy": 0.5}}
-    peers = {"entries": {"muse-0": {**entry(), report.UNGUIDED: unguided}}, "request": {"seeds": 1}, "unable": {}, "command": "c"}
+    peers = {
+        "entries": {"muse-0": {**entry(), report.UNGUIDED: unguided}},
+        "request": {"seeds": 1},
+        "unable": {},
+        "command": "c",
+    }
     table = report.make_table(record, peers)
     order = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
     assert order[:4] == ["family", "muse", "torch 1.0, unguided", "torch 1.0"]
@@ -153,9 +158,9 @@ def test_table_has_ours_beside_theirs_and_what_was_done(race):
 
 def test_sheet_has_ours_and_theirs(race, monkeypatch):
     from kineograph.core.run_folder import write_json
+    from kineograph.data.open_source import parse_data_config
     from kineograph.media.clips import write_clip
     from kineograph.race.plan import choose_prompts
-    from kineograph.data.open_source import parse_data_config
 
     prompts, _ = choose_prompts(parse_data_config(DATA))
     for folder in (race / "samples" / "muse-0", race / "peers" / "muse-0"):
