@@ -33,7 +33,7 @@ def train(track: Track) -> Trained:
     text = make_text_stand_in(track, track.generators[-1])
 
     def build(width: int) -> Any:
-        with mock.patch.object(module, "get_encoded_dim", lambda name: text.width):
+        with mock.patch.object(module, "get_encoded_dim", return_value=text.width):
             return MaskGitTransformer(
                 num_tokens=codes,
                 seq_len=side**2,

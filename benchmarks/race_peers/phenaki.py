@@ -46,7 +46,7 @@ def train(track: Track) -> Trained:
     target = track.count_ours(*track.generators) - sum(p.numel() for p in text.parameters())
     width = fit_size(build, target, 8 * plan.heads)
     stage = track.begin("generator", *track.generators)
-    with mock.patch.object(module, "get_encoded_dim", lambda name: text.width):
+    with mock.patch.object(module, "get_encoded_dim", return_value=text.width):
         model = Phenaki(cvivit=average.ema_model, maskgit=build(width), text_embed_dim=text.width).to(track.device)
     model.cvivit.requires_grad_(False)
     optimizer = torch.optim.Adam(
