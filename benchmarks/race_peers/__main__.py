@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.race_peers.contestant import Contestant, load_contestants
+from benchmarks.race_peers.entry import BF16_FAILED
 from benchmarks.race_peers.report import make_table, write_peer_sheet
 from benchmarks.report import format_command
 from kineograph.core.config import unknown_key
@@ -121,12 +122,24 @@ def choose_peers(
 
 
 def run_peer(folder: Path, contestant: Contestant, name: str, seed: int, rate: float) -> dict[str, Any]:
-    """Train and judge a peer in a process of its own. → its entry, or the reason of its failure"""
+    """Train and judge a peer in a process of its own, in fp32 if bf16 fails. → its entry, or the reason of its failure"""
     log, file = folder / "peers" / f"{name}.log", folder / "peers" / f"{name}.json"
     log.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
-    words = [str(folder), contestant.family, str(seed), str(rate), str(file)]
-    with open(log, "wb") as output:
+    log.unlink(missing_ok=True)
+    notes = []
+    code = run_process(log, [str(folder), contestant.family, str(seed), str(rate), "bf16", str(file)])
+    if code == BF16_FAILED:
+        notes.append(f"begun again in fp32: {_last_line(log)}")
+        code = run_process(log, [str(folder), contestant.family, str(seed), str(rate), "fp32", str(file)])
+    if code == 0 and (entry := read_json(file)):
+        return {**entry, "notes": [*notes, *entry["notes"]]}
+    facts = {"peer": contestant.title, "family": contestant.family, "seed": seed, "rate": rate}
+    return {**facts, "failure": f"ended with code {code}: {_last_line(log)}"[:600]}
+
+
+def run_process(log: Path, words: list[str]) -> int:
+    with open(log, "ab") as output:
         child = subprocess.Popen(
             [sys.executable, "-u", "-m", "benchmarks.race_peers.entry", *words],
             stdin=subprocess.DEVNULL,
@@ -135,13 +148,12 @@ def run_peer(folder: Path, contestant: Contestant, name: str, seed: int, rate: f
             env={**os.environ, "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"},
             start_new_session=True,
         )
-        code = wait(child)
-    if code == 0 and (entry := read_json(file)):
-        return entry
+        return wait(child)
+
+
+def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
-    reason = lines[-1] if lines else "it printed nothing"
-    facts = {"peer": contestant.title, "family": contestant.family, "seed": seed, "rate": rate}
-    return {**facts, "failure": f"ended with code {code}: {reason}"[:600]}
+    return lines[-1] if lines else "it printed nothing"
 
 
 def wait(child: subprocess.Popen[bytes]) -> int:

@@ -97,7 +97,7 @@ def train(track: Track) -> Trained:
         with vae_stage.autocast():
             return _to_pixels(vae.decode(vae.encode(_to_model(clips)).latent_dist.mode()).sample)
 
-    return Trained(draw, [vae, model, text], reconstruct)
+    return Trained(stage.draw_with(draw), [vae, model, text], vae_stage.draw_with(reconstruct))
 
 
 def train_codec(track: Track) -> tuple[Any, Stage]:

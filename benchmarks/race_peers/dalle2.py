@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.race_peers.contestant import Contestant, Trained
-from benchmarks.race_peers.track import Stage, Step, Track, Words, fit_size, make_step
+from benchmarks.race_peers.track import Bf16Failed, Stage, Step, Track, Words, fit_size, make_step
 
 TIMESTEPS, DECODER_STEPS, PRIOR_STEPS = 1000, (250, 27), 64  # as in its README
 
@@ -23,12 +24,14 @@ def train(track: Track) -> Trained:
     clip = _train_clip(track, words, width)
     prior = _train_prior(track, clip, words, width)
     decoder = _train_decoder(track, clip, width)
+    stage = track.stages[-1]
 
     def draw(captions: list[str]) -> Tensor:
-        embeddings = prior.sample(words.encode(captions, track.device))
-        return decoder.sample(image_embed=embeddings)[:, None]
+        with stage.autocast():
+            embeddings = prior.sample(words.encode(captions, track.device))
+            return decoder.sample(image_embed=embeddings.float())[:, None]
 
-    return Trained(draw, [clip, prior.diffusion_prior.net, decoder.decoder.unets])
+    return Trained(stage.draw_with(draw), [clip, prior.diffusion_prior.net, decoder.decoder.unets])
 
 
 def _train_clip(track: Track, words: Words, width: int) -> Any:
@@ -73,14 +76,16 @@ def _make_accelerator(track: Track, precision: str) -> Any:
     return Accelerator(cpu=track.device.type == "cpu", mixed_precision="bf16" if precision == "bf16" else "no")
 
 
-def _by_trainer(stage: Stage, trainer: Any, loss: Any, update: Any) -> Step:
-    """A step of its trainer. A stage that fell back to fp32 has the trainer's autocast turned off."""
-    from contextlib import nullcontext
+def _by_trainer(stage: Stage, loss: Callable[[Any], float], update: Callable[[], None]) -> Step:
+    """A step of its trainer, whose autocast cannot be turned off any more."""
 
     def step(batch: Any) -> float:
-        if stage.precision != "bf16":
-            trainer.accelerator.autocast = nullcontext
-        value = loss(batch)
+        try:
+            value = loss(batch)
+        except (RuntimeError, TypeError) as error:
+            if stage.precision == "bf16" and not isinstance(error, torch.OutOfMemoryError):
+                raise Bf16Failed(f"{stage.title} crashes in bf16: {error}") from error
+            raise
         update()
         return value
 
@@ -114,7 +119,7 @@ def _train_prior(track: Track, clip: Any, words: Words, width: int) -> Any:
         return trainer(text=words.encode(batch.captions, track.device), image=batch.video[:, 0])
 
     trainer.train()
-    stage.train(_by_trainer(stage, trainer, loss, trainer.update))
+    stage.train(_by_trainer(stage, loss, trainer.update))
     return trainer.eval()
 
 
@@ -160,7 +165,7 @@ def _train_decoder(track: Track, clip: Any, width: int) -> Any:
             trainer.update(unet_number=number)
 
         trainer.train()
-        stage.train(_by_trainer(stage, trainer, loss, update))
+        stage.train(_by_trainer(stage, loss, update))
     return trainer.eval()
 
 

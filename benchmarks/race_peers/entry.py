@@ -1,4 +1,4 @@
-"""Trains, judges and samples one peer with one seed, in a process of its own: `python -m benchmarks.race_peers.entry RACE PEER SEED RATE FILE`."""
+"""Trains, judges and samples one peer with one seed, in a process of its own: `python -m benchmarks.race_peers.entry RACE PEER SEED RATE PRECISION FILE`."""
 
 from __future__ import annotations
 
@@ -12,31 +12,23 @@ import torch
 
 from benchmarks.race_peers.contestant import Contestant, Trained, count_trained, load_contestants
 from benchmarks.race_peers.judge import check_drawn, find_metrics, judge
-from benchmarks.race_peers.track import NotFinite, Track
+from benchmarks.race_peers.track import Bf16Failed, Track
 from kineograph.core.run_folder import read_json, write_json
 from kineograph.media.clips import choose_format, write_clip
 
 UNGUIDED = "unguided"
+BF16_FAILED = 4  # exit code
 
 
-def run_entry(race: Path, contestant: Contestant, seed: int, rate: float, file: Path) -> None:
+def run_entry(race: Path, contestant: Contestant, seed: int, rate: float, precision: str, file: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    notes: list[str] = []
-    for precision in ("bf16", "fp32") if device.type == "cuda" else ("fp32",):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        track = Track(race, contestant.family, seed, device, precision, rate, notes=list(notes))
-        try:
-            trained = contestant.train(track)
-            break
-        except NotFinite as error:
-            notes.append(f"trained again from the start in fp32: {error}")
-            print(notes[-1], flush=True)
-    memory = _read_memory(device)
-    write_json(file, _judge(track, contestant, trained, memory, file))
+    if device.type == "cpu":
+        precision = "fp32"  # bf16 is slow there
+    torch.manual_seed(seed)
+    random.seed(seed)
+    track = Track(race, contestant.family, seed, device, precision, rate)
+    trained = contestant.train(track)
+    write_json(file, _judge(track, contestant, trained, _read_memory(device), file))
 
 
 def _read_memory(device: torch.device) -> float:
@@ -64,7 +56,7 @@ def _judge(track: Track, contestant: Contestant, trained: Trained, memory: float
             "steps": stage.steps,
             "minutes": stage.seconds / 60,
             "batch": stage.batch,
-            "precision": stage.precision,
+            "precision": stage.trained_in,
         }
         for stage in track.stages
     }
@@ -78,7 +70,7 @@ def _judge(track: Track, contestant: Contestant, trained: Trained, memory: float
         "rate": track.rate,
         **result,
         "stages": stages,
-        "precision": ", ".join(sorted({stage.precision for stage in track.stages})),
+        "precision": ", ".join(sorted({stage.trained_in for stage in track.stages})),
         "notes": track.notes,
     }
 
@@ -95,6 +87,15 @@ def write_samples(folder: Path, track: Track, prompts: list[str], trained: Train
         write_json(path.with_suffix(".json"), {"prompt": prompt, "file": path.name})
 
 
+def main(words: list[str]) -> int:
+    race, family, seed, rate, precision, file = words
+    try:
+        run_entry(Path(race), load_contestants()[family], int(seed), float(rate), precision, Path(file))
+    except Bf16Failed as error:
+        print(error)
+        return BF16_FAILED
+    return 0
+
+
 if __name__ == "__main__":
-    race, family, seed, rate, file = sys.argv[1:]
-    run_entry(Path(race), load_contestants()[family], int(seed), float(rate), Path(file))
+    raise SystemExit(main(sys.argv[1:]))

@@ -69,7 +69,7 @@ def train(track: Track) -> Trained:
         with track.stages[0].autocast():
             return model.vae(clips[:, 0])[:, None]
 
-    return Trained(draw, [vae, *averages.trained], reconstruct)
+    return Trained(stage.draw_with(draw), [vae, *averages.trained], track.stages[0].draw_with(reconstruct))
 
 
 class Averages:

@@ -79,7 +79,7 @@ def train(track: Track) -> Trained:
             drawn = model.cvivit(rearrange(clips, "b t c h w -> b c t h w"), return_recons_only=True)
         return rearrange(drawn, "b c t h w -> b t c h w")
 
-    return Trained(draw, [codec, *averages.trained], reconstruct)
+    return Trained(stage.draw_with(draw), [codec, *averages.trained], track.stages[0].draw_with(reconstruct))
 
 
 def train_codec(track: Track) -> tuple[Any, Any]:

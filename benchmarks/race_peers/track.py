@@ -31,8 +31,8 @@ from kineograph.train import checkpoint
 Step = Callable[[Any], Tensor | float]
 
 
-class NotFinite(RunFailed):
-    """A loss under bf16 was not finite."""
+class Bf16Failed(RunFailed):
+    """The peer has to begin again in fp32."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Stage:
     def __post_init__(self) -> None:
         # Micro-batches of our plan fit into the memory.
         self.batch = self.plans[-1].train.batch_size // self.plans[-1].train.accumulate
-        self.precision = self.track.precision
+        self.precision = self.trained_in = self.track.precision
 
     @property
     def limit(self) -> float:
@@ -80,6 +80,25 @@ class Stage:
                 torch.cuda.empty_cache()
                 self.track.note(f"{self.title}: batches of {self.batch}, since larger ones do not fit into memory")
 
+    def draw_with(self, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`draw`, which goes over to fp32 where it crashes in bf16."""
+
+        def survive(*arguments: Any) -> Tensor:
+            try:
+                return draw(*arguments)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, ValueError) as error:
+                if self.precision != "bf16":
+                    raise
+                self.precision = "fp32"
+                self.track.note(
+                    f"{self.title}: fp32 in use after training, since it crashes in bf16 ({_shorten(error)})"
+                )
+                return draw(*arguments)
+
+        return survive
+
     def _step(self, step: Step, item: Any) -> None:
         try:
             loss = float(step(item))
@@ -88,11 +107,11 @@ class Stage:
         except (RuntimeError, TypeError, ValueError) as error:
             if self.precision != "bf16" or self.steps:
                 raise
-            self.precision = "fp32"
+            self.precision = self.trained_in = "fp32"
             self.track.note(f"{self.title}: fp32, since it crashes in bf16 ({_shorten(error)})")
             loss = float(step(item))
         if not math.isfinite(loss):
-            kind = NotFinite if self.precision == "bf16" else RunFailed
+            kind = Bf16Failed if self.precision == "bf16" else RunFailed
             raise kind(f"{self.title}: the loss is {loss} at step {self.steps} in {self.precision}")
         self.steps += 1
         if self.steps % 100 == 1:

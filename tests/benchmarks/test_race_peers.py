@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.race_peers import __main__ as command
 from benchmarks.race_peers import judge, report
 from benchmarks.race_peers.contestant import Contestant, count_trained, load_contestants
-from benchmarks.race_peers.track import NotFinite, Stage, TextStandIn, Words, fit_size
+from benchmarks.race_peers.track import Bf16Failed, Stage, TextStandIn, Words, fit_size
 from kineograph.core.errors import InputError, RunFailed
 
 JUDGE = {"samples": 2, "metrics": None, "extractors": []}
@@ -138,6 +138,23 @@ def test_a_crash_is_a_failure_with_its_last_line(tmp_path, monkeypatch):
     assert found["failure"] == "ended with code 1: KeyError: 'no-such-family'"
 
 
+def test_a_peer_that_fails_in_bf16_begins_again_in_fp32(tmp_path, monkeypatch):
+    asked: list[str] = []
+
+    def run_process(log: Path, words: list[str]) -> int:
+        asked.append(words[4])
+        if words[4] == "bf16":
+            log.write_text("the loss is nan")
+            return command.BF16_FAILED
+        Path(words[5]).write_text(json.dumps(entry()))
+        return 0
+
+    monkeypatch.setattr(command, "run_process", run_process)
+    found = command.run_peer(tmp_path, peer(), "muse-0", 0, 1.0)
+    assert asked == ["bf16", "fp32"]
+    assert found["notes"] == ["begun again in fp32: the loss is nan", "a workaround"]
+
+
 def test_table_has_ours_beside_theirs_and_what_was_done(race):
     record = json.loads((race / "race.json").read_text())
     unguided = {"figures": {"caption accuracy": 0.5}}
@@ -209,7 +226,7 @@ def make_stage(precision: str) -> tuple[Stage, list[str]]:
     notes: list[str] = []
     stage = Stage.__new__(Stage)
     stage.track = SimpleNamespace(note=notes.append)
-    stage.title, stage.precision, stage.steps = "codec", precision, 0
+    stage.title, stage.precision, stage.trained_in, stage.steps = "codec", precision, precision, 0
     return stage, notes
 
 
@@ -228,7 +245,20 @@ def test_a_peer_that_crashes_in_bf16_goes_on_in_fp32():
         stage._step(lambda item: (_ for _ in ()).throw(RuntimeError("later")), None)
 
 
-@pytest.mark.parametrize(("precision", "error"), [("bf16", NotFinite), ("fp32", RunFailed)])
+def test_a_sampler_that_crashes_in_bf16_goes_on_in_fp32():
+    stage, notes = make_stage("bf16")
+
+    def draw(count):
+        if stage.precision == "bf16":
+            raise RuntimeError("expected Float")
+        return torch.zeros(count)
+
+    assert len(stage.draw_with(draw)(2)) == 2
+    assert (stage.precision, stage.trained_in) == ("fp32", "bf16")
+    assert "crashes in bf16" in notes[0]
+
+
+@pytest.mark.parametrize(("precision", "error"), [("bf16", Bf16Failed), ("fp32", RunFailed)])
 def test_a_loss_that_is_not_finite_ends_the_peer(precision, error):
     stage, _ = make_stage(precision)
     with pytest.raises(error, match="nan at step 0"):
