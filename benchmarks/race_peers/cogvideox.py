@@ -135,7 +135,7 @@ def train_codec(track: Track) -> tuple[Any, Stage]:
         error = (vae.decode(posterior.sample()).sample.float() - pixels).square().mean()
         return error + plan.kl * posterior.kl().float().mean() / pixels[0].numel()
 
-    def step_and_scale(batch: Any) -> Tensor:
+    def step_and_scale(batch: Any) -> Tensor | float:
         value = step(batch)
         last.append(batch)
         del last[:-1]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers import autocast, count_parameters
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.config import load_file
+from kineograph.core.config_file import load_file
 from kineograph.core.errors import RunFailed
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Codec
