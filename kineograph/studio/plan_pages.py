@@ -17,10 +17,12 @@ from kineograph.studio.memory_plan import GIB, PARTS, SIZES, USUAL, Estimator, m
 # Presets with a picture in static/, and what it shows.
 PICTURES = {
     "cogvideox-digits": "a handwritten yellow 4 slides to the bottom right",
+    "dalle2-tiny": "a cyan 1, a blue 5, a red 7 and a blue 9, each at the place that was asked for",
     "muse-digits": "four pictures: a green 6, a red 0, a yellow 5, a magenta 9",
     "nuwa-digits": "a green 4 that slides to the bottom right",
     "phenaki-digits": "a red 3 moves left and a blue 7 moves up",
     "phenaki-tiny": "a 3 moves left",
+    "photos-tiny": "a lemon, a donkey, a strawberry and a vulture",
 }
 
 
