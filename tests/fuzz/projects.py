@@ -75,8 +75,8 @@ def make_pages_target(
     def pages(rng: Random, folder: Path) -> None:
         run = make_run(folder).path
         config = run / "config.yaml"
-        # Settings are compared with the preset of the run's name, in a process of its own that takes seconds.
-        config.write_text(config.read_text().replace("name: vqgan-tiny", "name: gift", 1))
+        # Settings are compared with the run's preset, in a process of its own that takes seconds.
+        config.write_text(config.read_text().replace("preset: vqgan-tiny", "preset: gift", 1))
         stage = next(iter(yaml.safe_load((run / "config.yaml").read_text())["stages"]))
         samples = run / stage / "samples" / "step-00000001"
         samples.mkdir(parents=True)
