@@ -101,8 +101,8 @@ def kernel_distance(
         )
     size = size or min(smaller, SUBSET_SIZE)
     subsets = subsets if max(len(real), len(fake)) > size else 1
-    kid = _torchmetrics().kid
-    with _seeded():
+    kid = _import_torchmetrics().kid
+    with _fix_seed():
         metric = kid.KernelInceptionDistance(
             _Identity(real.shape[1]), subsets=subsets, subset_size=size, sync_on_compute=False
         )
@@ -121,8 +121,8 @@ def inception_score(logits: Tensor, splits: int | None = None) -> tuple[dict[str
             + (f" in each of {splits} splits" if splits else "")
         )
     splits = splits or (SPLITS if len(logits) >= SPLIT_FROM else 1)
-    inception = _torchmetrics().inception
-    with _seeded():
+    inception = _import_torchmetrics().inception
+    with _fix_seed():
         metric = inception.InceptionScore(_Identity(logits.shape[1]), splits=splits, sync_on_compute=False)
         metric.update(logits.double())
         mean, deviation = metric.compute()
@@ -150,14 +150,14 @@ class _Identity(nn.Module):
 
 
 @contextmanager
-def _seeded() -> Iterator[None]:
+def _fix_seed() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about memory, and about the deviation of one split, which is not used
         torch.manual_seed(key_of(0, "subsets of features") >> 1)
         yield
 
 
-def _torchmetrics() -> Any:
+def _import_torchmetrics() -> Any:
     try:
         import torchmetrics.image.inception
         import torchmetrics.image.kid

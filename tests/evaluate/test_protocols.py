@@ -176,9 +176,9 @@ def test_the_deviation_of_the_score_is_over_the_splits():
     values, _ = inception_score(logits, splits=2)
     # With two splits a and b: mean (a + b) / 2, deviation |a − b| / 2; together they give both splits' scores.
     low, high = values["is"] - values["is_deviation"], values["is"] + values["is_deviation"]
-    from kineograph.evaluate.statistics import _seeded
+    from kineograph.evaluate.statistics import _fix_seed
 
-    with _seeded():
+    with _fix_seed():
         order = torch.randperm(40)
     p = logits.double()[order].softmax(1)
     scores = sorted(float((q * (q.log() - q.mean(0).log())).sum(1).mean().exp()) for q in p.chunk(2))

@@ -71,7 +71,7 @@ def test_items_show_with_captions_sizes_and_what_is_wrong(visitor: Any, photos: 
     assert "&lt;b&gt;bold&lt;/b&gt; digit" in page and "<b>bold" not in page
     assert page.count('class="unreadable"') == 1 and "cannot be read" in page
     assert "a link to a file outside this folder" in page
-    assert "3 images (png), 1 clips (gif), 2 problems" in page
+    assert "3 images (png), 1 clip (gif), 2 problems" in page
 
 
 def test_a_search_reads_captions_and_a_filter_keeps_the_bad_ones(visitor: Any, photos: Path) -> None:

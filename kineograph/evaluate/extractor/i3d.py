@@ -55,7 +55,7 @@ class I3D(FeatureNetwork):
                 stages.append(SamePool3d((3, 3, 3), (2, 2, 2)))  # T/4, 14
             if name == "Mixed_5b":
                 stages.append(SamePool3d((2, 2, 2), (2, 2, 2)))  # T/8, 7
-            stages.append(_mixed(width, channels))
+            stages.append(_build_mixed(width, channels))
             width = channels[0] + channels[2] + channels[4] + channels[5]
         self.layers = nn.Sequential(*stages)
         self.pool = nn.AvgPool3d((2, 7, 7), 1)
@@ -70,7 +70,7 @@ class I3D(FeatureNetwork):
         return self.fc(self.pool(self.layers(x))).mean((2, 3, 4))
 
 
-def _mixed(width: int, channels: tuple[int, ...]) -> Parallel:
+def _build_mixed(width: int, channels: tuple[int, ...]) -> Parallel:
     one, three = (1, 1, 1), (3, 3, 3)
     a, b, b2, c, c2, d = channels
     return Parallel(
