@@ -135,7 +135,7 @@ def _train_decoder(track: Track, clip: Any, width: int) -> Any:
         def build(size: int) -> Any:
             return Unet(
                 dim=size, image_embed_dim=width, cond_dim=size, channels=track.shape.channels,
-                dim_mults=(1, 2, 4)[:levels], num_resnet_blocks=config.blocks, lowres_cond=number > 0,
+                dim_mults=(1, 2, 4)[:levels], num_resnet_blocks=max(1, max(config.blocks)), lowres_cond=number > 0,
                 cond_on_image_embeds=number == 0, attend_at_middle=number == 0, memory_efficient=number > 0,
             )  # fmt: skip
 

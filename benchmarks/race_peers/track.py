@@ -269,13 +269,16 @@ def drop_captions(captions: list[str] | None, share: float) -> list[str]:
 
 
 def fit_size(build: Callable[[int], nn.Module], target: int, step: int, most: int = 4096) -> int:
-    """The multiple of `step` with which a model has nearest to `target` parameters; they grow with it. Small models are built on the CPU."""
+    """The multiple of `step` with which a model has nearest to `target` parameters; they grow with it."""
 
     def distance(size: int) -> float:
         try:
-            return count_parameters(build(size).parameters()) / target
-        except (AssertionError, ValueError, RuntimeError):  # sizes that a constructor refuses
+            with torch.device("meta"):
+                return count_parameters(build(size).parameters()) / target
+        except (AssertionError, ValueError):  # sizes that a constructor refuses
             return 0.0
+        except (NotImplementedError, RuntimeError):  # constructors that compute
+            return count_parameters(build(size).parameters()) / target
 
     low, high = 1, 2
     while high * step < most and distance(high * step) < 1:
