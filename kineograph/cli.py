@@ -532,7 +532,7 @@ def race(
 ) -> None:
     """Race families on the same data, in the same minutes, before the same judge: one table, one sheet.
 
-    Run the same command again to go on. Exit code 1: a family failed (the others are in the table), or none is better than chance.
+    Run the same command again to go on. Exit code 1: a family failed (the others are in the table), or none learned anything.
 
     Example: kineo race digits --families muse,dalle2 --frames 1 --minutes 5
     """

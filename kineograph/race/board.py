@@ -8,8 +8,10 @@ from typing import Any
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_atomic
 from kineograph.race.results import COLUMNS, Column, Score, join_seeds, rank_families
+from kineograph.train.health import YOUNG_STEPS
 
 Row = list[str]
+LATE = 1.25  # times the minutes of a race
 BOUNDS = {"ceiling": "real held-out items", "codec": "reconstructions by the codec of {family}", "chance": "chance"}
 
 
@@ -55,36 +57,48 @@ def list_remarks(record: dict[str, Any]) -> list[str]:
     entries = record["entries"].items()
     failed = [f"{name} failed: {entry['failure']}" for name, entry in entries if entry.get("failure")]
     unhealthy = [f"{name}: {line}" for name, entry in entries for line in entry.get("findings", [])]
-    chance = [
-        f"{family} is no better than chance: its place in the order means nothing" for family in find_unlearned(record)
+    unlearned = [
+        f"{family} {reason}: its place in the order means nothing" for family, reason in find_unlearned(record).items()
+    ]
+    minutes = record["request"]["minutes"]
+    late = [
+        f"{name} took {entry['figures']['minutes']:.2f} minutes instead of {minutes:g}: every stage makes one step, and they are slow"
+        for name, entry in entries
+        if entry.get("figures", {}).get("minutes", 0) > LATE * minutes
     ]
     unable = [f"{family} cannot race here: {reason}" for family, reason in record["unable"].items()]
-    return [*unable, *failed, *chance, *unhealthy]
+    return [*unable, *failed, *unlearned, *late, *unhealthy]
 
 
-def find_unlearned(record: dict[str, Any]) -> list[str]:
-    """Families whose samples the reader understands no more often than real items with the caption of another one."""
-    families: dict[str, bool] = {}
+def find_unlearned(record: dict[str, Any]) -> dict[str, str]:
+    """Family → why its samples say nothing: they are no better than chance in any seed, or it made almost no steps."""
+    families: dict[str, list[str]] = {}
     for entry in record["entries"].values():
-        accuracy = entry.get("figures", {}).get("caption accuracy")
-        if accuracy is not None:
-            count, bounds = record["request"]["judge"]["samples"], entry.get("bounds", {})
-            by_chance = count * bounds.get("chance", 0.0)
-            limit = by_chance + 3 * max(by_chance, 1.0) ** 0.5  # three standard deviations of a Poisson count
-            can_tell = count * bounds.get("ceiling", 0.0) > limit
-            is_low = can_tell and count * accuracy <= limit
-            families[entry["family"]] = families.get(entry["family"], True) and is_low
-    return [family for family, is_low in families.items() if is_low]
+        if "figures" in entry:
+            families.setdefault(entry["family"], []).append(
+                _explain_entry(entry, record["request"]["judge"]["samples"])
+            )
+    return {family: reasons[0] for family, reasons in families.items() if all(reasons)}
+
+
+def _explain_entry(entry: dict[str, Any], samples: int) -> str:
+    accuracy, bounds = entry["figures"].get("caption accuracy"), entry.get("bounds", {})
+    by_chance = samples * bounds.get("chance", 0.0)
+    limit = by_chance + 3 * max(by_chance, 1.0) ** 0.5  # three standard deviations of a Poisson count
+    if accuracy is not None and samples * bounds.get("ceiling", 0.0) > limit:  # there are samples enough to tell
+        return "is no better than chance" if samples * accuracy <= limit else ""
+    steps = entry["figures"].get("steps", YOUNG_STEPS)
+    return f"made {steps:,.0f} steps, and fewer than {YOUNG_STEPS} are a trial" if steps < YOUNG_STEPS else ""
 
 
 def explain_unlearned(record: dict[str, Any]) -> str | None:
     """Why the race says nothing about its families, if none of them learned the data."""
     raced = {entry["family"] for entry in record["entries"].values() if "figures" in entry}
-    if not raced or raced - set(find_unlearned(record)):
+    if not raced or raced - find_unlearned(record).keys():
         return None
     minutes = record["request"]["minutes"]
     return (
-        f"no family is better than chance after --minutes {minutes:g}, so their order means nothing: race for longer, "
+        f"no family learned anything in --minutes {minutes:g}, so their order means nothing: race for longer, "
         f"such as --minutes {5 * minutes:g} with another --run"
     )
 

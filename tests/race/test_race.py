@@ -15,7 +15,7 @@ from kineograph.core import trust
 from kineograph.core.config_file import dump_yaml, load_file
 from kineograph.core.errors import ConfigError, InputError, RunFailed
 from kineograph.doctor import speed
-from kineograph.race import command, plan
+from kineograph.race import board, command, plan
 from kineograph.race.plan import choose_families, read_data
 from kineograph.race.recipe import KINDS, RaceShape, fit_recipe, list_families
 from kineograph.race.runner import CommandFailed, Entry, Runner
@@ -137,6 +137,7 @@ class Commands:
 
         patch.setattr(Runner, "_call", call)
         patch.setattr(speed, "PROBE_SECONDS", 0.0)
+        patch.setattr(board, "YOUNG_STEPS", 0)  # these races are short
 
 
 @pytest.fixture(scope="module")
