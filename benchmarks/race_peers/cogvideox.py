@@ -135,7 +135,7 @@ def train_codec(track: Track) -> tuple[Any, Stage]:
         error = (vae.decode(posterior.sample()).sample.float() - pixels).square().mean()
         return error + plan.kl * posterior.kl().float().mean() / pixels[0].numel()
 
-    def step_and_scale(batch: Any) -> Tensor | float:
+    def step_and_keep(batch: Any) -> Tensor | float:
         value = step(batch)
         last.append(batch)
         del last[:-1]
@@ -143,7 +143,7 @@ def train_codec(track: Track) -> tuple[Any, Stage]:
 
     last: list[Any] = []
     step = make_step(stage, loss, optimizer, clip=1.0)
-    stage.train(step_and_scale)
+    stage.train(step_and_keep)
     vae.eval()
     with torch.no_grad(), stage.autocast():
         deviation = float(vae.encode(_to_model(last[0].video)).latent_dist.sample().float().std())

@@ -54,6 +54,11 @@ class RunFolder:
     def stopped_marker(self) -> Path:
         return self.path / "stopped"
 
+    @property
+    def failed_marker(self) -> Path:
+        """Holds the error that ended the last training."""
+        return self.path / "failed"
+
     def config(self) -> Tree:
         """Read the saved config. A run may come from elsewhere: code that nobody typed here is refused."""
         tree = load_file(self.config_file)

@@ -91,14 +91,22 @@ def _describe_run(path: Path) -> Row:
         state = "running"
     elif not unfinished:
         state = "finished"
-    elif stage in fatal:
+    elif stage in fatal or run.failed_marker.exists():
         state = "failed"
     elif run.stopped_marker.exists():
         state = "stopped"
     best = checkpoint_folder.read_best(run.checkpoints(stage))
-    return Row(
-        name, state, stage, step, steps, best.get("loss"), _find_newest_accuracy(results), age, findings=findings
-    )
+    problem = _read_failure(run) if state == "failed" else ""
+    accuracy = _find_newest_accuracy(results)
+    return Row(name, state, stage, step, steps, best.get("loss"), accuracy, age, problem, findings)
+
+
+def _read_failure(run: RunFolder) -> str:
+    """The first line of the error that ended the run; "" if a finding did."""
+    if not run.failed_marker.is_file():  # a pipe would block
+        return ""
+    with open(run.failed_marker, encoding="utf-8", errors="replace") as file:
+        return file.readline(500).strip()
 
 
 def _read_health(run: RunFolder) -> tuple[set[str], tuple[str, ...]]:
@@ -175,7 +183,7 @@ def _make_table(rows: list[Row]) -> Any:
             f"{row.step:,} of {row.steps:,}",
             "–" if row.best is None else f"{row.best:.4g}",
             "–" if row.accuracy is None else f"{row.accuracy:.3f}",
-            "\n".join(row.findings) or "–",
+            "\n".join(row.findings) or row.problem or "–",
             format_age(row.age),
         )
     return table

@@ -157,6 +157,12 @@ def _train_stages(run: _Run, data: dict[str, StageData]) -> None:
         if distributed.is_first():
             write_atomic(run.folder.stopped_marker, "saved\n")
         raise
+    except Exception as error:
+        reason = str(error) if isinstance(error, KineoError) else f"{type(error).__name__}: {error}"
+        run.rank_log.write(f"error: {reason}" if isinstance(error, KineoError) else traceback.format_exc())
+        with suppress(OSError):  # a full disk
+            write_atomic(run.folder.failed_marker, f"{reason}\n")
+        raise
 
 
 def _write_run_files(plan: Plan, folder: RunFolder, data: dict[str, StageData]) -> None:
@@ -168,7 +174,8 @@ def _write_run_files(plan: Plan, folder: RunFolder, data: dict[str, StageData]) 
     write_records(folder, {name: stage_data.describe_items() for name, stage_data in data.items()})
     for name, stage_data in data.items():
         stage_data.write_buckets(folder.stage(name) / "buckets.json")
-    folder.stopped_marker.unlink(missing_ok=True)
+    for marker in (folder.stopped_marker, folder.failed_marker):
+        marker.unlink(missing_ok=True)
 
 
 def _release_stage() -> None:
