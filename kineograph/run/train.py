@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from kineograph.core import distributed
 from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.config import Tree
-from kineograph.core.errors import RunFailed, Stopped
+from kineograph.core.errors import KineoError, RunFailed, Stopped
 from kineograph.core.health import read_findings
 from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.notes import Note, discard
@@ -160,8 +161,9 @@ def _train_stages(run: _Run, data: dict[str, StageData]) -> None:
     except Exception as error:
         reason = str(error) if isinstance(error, KineoError) else f"{type(error).__name__}: {error}"
         run.rank_log.write(f"error: {reason}" if isinstance(error, KineoError) else traceback.format_exc())
-        with suppress(OSError):  # a full disk
-            write_atomic(run.folder.failed_marker, f"{reason}\n")
+        if not run.folder.failed_marker.exists():  # of several processes, the first to fail knows why
+            with suppress(OSError):  # a full disk
+                write_atomic(run.folder.failed_marker, f"{reason}\n")
         raise
 
 

@@ -208,3 +208,33 @@ def test_a_discriminator_that_has_won(trained: Path) -> None:
     ]  # fmt: skip
     ending = run_case(trained, "vqgan", None, *words, name="saturated")
     assert ending.findings.get("discriminator_saturated") == "warning"
+
+
+def test_a_run_that_ends_with_an_error_is_listed_with_it_until_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    changes = {
+        "stages": {"tokenizer": {"train": {"steps": 4, "save_every": 2, "lr": 1e-4}}, "generator": {"skip": True}}
+    }
+    config = write(tmp_path, changes)
+    step, calls = Stepper.step, []
+
+    def fail_once(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ZeroDivisionError("of a layer\nand more")
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(Stepper, "step", fail_once)
+    assert kineo("train", config, "--run", run) == 1
+    (row,) = list_runs(run)
+    assert (row.state, row.step, row.problem) == ("failed", 2, "ZeroDivisionError: of a layer")
+    assert 'raise ZeroDivisionError("of a layer' in (run / "logs" / "rank-0.log").read_text()
+    capsys.readouterr()
+    assert kineo("runs", run) == 0
+    assert "ZeroDivisionError" in capsys.readouterr().out
+    assert kineo("train", config, "--run", run) == 0
+    (row,) = list_runs(run)
+    assert (row.state, row.step, row.problem) == ("finished", 4, "")
+    assert not RunFolder(run).failed_marker.exists()
