@@ -50,7 +50,7 @@ def build_ours(sizes: Sizes, device: torch.device) -> Workload:
 
 def build_peer(sizes: Sizes, device: torch.device) -> Workload:
     """muse-maskgit-pytorch. Its trainer passes the penalty's interval to the generator's call, which ignores it: the penalty is in every step."""
-    from build_peer import VQGanVAE
+    from muse_maskgit_pytorch import VQGanVAE
 
     vae = VQGanVAE(dim=sizes["width"], codebook_size=sizes["codes"], vgg=build_random_vgg16()).to(device)
     images = torch.rand(sizes["batch"], 3, sizes["pixels"], sizes["pixels"], device=device)

@@ -1,4 +1,4 @@
-"""diffusers: AutoencoderKLCogVideoX and CogVideoXTransformer3DModel from scratch, trained as by its script, drawn by its pipeline."""
+"""diffusers: AutoencoderKLCogVideoX and CogVideoXTransformer3DModel from scratch, drawn by its pipeline."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def train(track: Track) -> Trained:
     )
     parameters = [*model.parameters(), *text.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4 * track.rate, betas=(0.9, 0.95), weight_decay=1e-4)
-    track.note("generator: AdamW 1e-4 and clip 1 of its script, without its warm-up; latents encoded once, as there")
+    track.note("generator: AdamW 1e-4 and clip 1, our choice; latents encoded once")
     track.note(
-        f"generator: {CAPTION_DROPOUT} of the captions are dropped, which its script does not do and guidance needs"
+        f"generator: {CAPTION_DROPOUT} of the captions are dropped, which guidance needs; our choice"
     )
     cumulative = schedule.alphas_cumprod.to(track.device)
 
@@ -126,7 +126,7 @@ def train_codec(track: Track) -> tuple[Any, Stage]:
     stage = track.begin("codec", track.codec)
     vae = build(width).to(track.device)
     rate = training.lr * track.rate
-    track.note(f"codec: it has no script for it: squared error, and our KL weight and AdamW of {rate:g}, constant")
+    track.note(f"codec: squared error, and our KL weight and AdamW of {rate:g}, constant")
     optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, betas=training.betas, weight_decay=0.0)
 
     def loss(batch: Any) -> Tensor:

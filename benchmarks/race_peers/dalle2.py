@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.race_peers.contestant import Contestant, Trained
 from benchmarks.race_peers.track import Bf16Failed, Stage, Step, Track, Words, fit_size, make_step
 
-TIMESTEPS, DECODER_STEPS, PRIOR_STEPS = 1000, (250, 27), 64  # as in its README
+TIMESTEPS, DECODER_STEPS, PRIOR_STEPS = 1000, (250, 27), 64
 
 
 def train(track: Track) -> Trained:
@@ -113,7 +113,7 @@ def _train_prior(track: Track, clip: Any, words: Words, width: int) -> Any:
         prior.to(track.device), accelerator=_make_accelerator(track, stage.precision), lr=3e-4 * track.rate, wd=1e-2,
         ema_beta=0.99, ema_update_after_step=0, ema_update_every=1,
     )  # fmt: skip
-    track.note("trainers: lr 3e-4, weight decay 0.01 and EMA 0.99 of its README; EMA from the first step on")
+    track.note("trainers: lr 3e-4 and weight decay 0.01, their defaults; EMA 0.99 from the first step on, our choice")
 
     def loss(batch: Any) -> float:
         return trainer(text=words.encode(batch.captions, track.device), image=batch.video[:, 0])

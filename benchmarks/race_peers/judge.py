@@ -76,11 +76,11 @@ def _show(
 ) -> None:
     started = time.perf_counter()
     drawn = check_drawn(draw(batch.captions), batch.video.shape)
+    times.append((len(batch), time.perf_counter() - started))
+    print(f"drew {len(batch)} in {times[-1][1]:.1f} s", flush=True)
     shown = EvalBatch(captions=batch.captions, real=batch.video, generated=drawn)
     if trained.reconstruct is not None:
         shown.reconstruction = trained.reconstruct(batch.video).float().clamp(0, 1)
-    times.append((len(batch), time.perf_counter() - started))
-    print(f"drew {len(batch)} in {times[-1][1]:.1f} s", flush=True)
     for name, metric in list(metrics.items()):
         try:
             metric.update(shown)
