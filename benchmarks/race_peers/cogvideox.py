@@ -49,9 +49,7 @@ def train(track: Track) -> Trained:
     parameters = [*model.parameters(), *text.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4 * track.rate, betas=(0.9, 0.95), weight_decay=1e-4)
     track.note("generator: AdamW 1e-4 and clip 1, our choice; latents encoded once")
-    track.note(
-        f"generator: {CAPTION_DROPOUT} of the captions are dropped, which guidance needs; our choice"
-    )
+    track.note(f"generator: {CAPTION_DROPOUT} of the captions are dropped, which guidance needs; our choice")
     cumulative = schedule.alphas_cumprod.to(track.device)
 
     @torch.no_grad()
