@@ -108,9 +108,11 @@ def test_other_parts_of_a_run_show(page: Any, runs: Path) -> None:
     page.get_by_text("0.9805").wait_for()
     page.get_by_role("link", name="Config").click()
     page.locator("#key-filter").fill("generator lr")
-    assert page.locator("tbody tr:visible").count() == 1
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('tbody tr')].filter(row => row.checkVisibility()).length === 1"
+    )
     page.get_by_role("link", name="Log").click()
-    assert "1.71 M parameters" in page.locator("#log").inner_text()
+    page.locator("#log").get_by_text("1.71 M parameters").wait_for()
     page.set_viewport_size({"width": 390, "height": 800})
     for tab in ("", "/wall", "/evaluation", "/config", "/log"):
         page.goto(address(runs) + tab)

@@ -28,6 +28,7 @@
     const largest = Math.max(...ticks.map((tick) => Math.abs(tick ?? 0)));
     return ticks.map((tick) => {
       if (tick === null) return "";
+      if (largest >= 1e15 && tick !== 0) return tick.toExponential().replace(/(\.\d{3})\d+/, "$1"); // diverged
       if (largest >= 1e5) return tick.toLocaleString("en-US", { notation: "compact", maximumSignificantDigits: 4 });
       if (largest >= 1e-4 || tick === 0) return tick.toLocaleString("en-US", { maximumSignificantDigits: 4 });
       return tick.toExponential().replace(/(\.\d{3})\d+/, "$1");
