@@ -123,7 +123,7 @@ class RunFolder:
                 _locked.discard(path)
 
     def _open_lock(self, create: int = os.O_CREAT) -> int:
-        descriptor = open_unlinked(str(self.path / ".lock"), os.O_RDWR | create)
+        descriptor = open_nofollow(str(self.path / ".lock"), os.O_RDWR | create)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError(errno.EINVAL, ".lock is not a regular file")
@@ -177,7 +177,7 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def open_unlinked(path: str, flags: int) -> int:
+def open_nofollow(path: str, flags: int) -> int:
     """An `opener` of `open` that refuses a link or a pipe, which a run from elsewhere may hold: it leads to another file, or blocks."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 

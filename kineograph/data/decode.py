@@ -238,7 +238,7 @@ def _pick_animation_frames(
 ) -> np.ndarray:
     ends = np.cumsum(delays)
     starts, first, end = ends - delays, 0, float(ends[-1])
-    options = options.trimmed(end, len(delays) / end)
+    options = options.apply_trim(end, len(delays) / end)
     if options.span is not None:
         first = int(np.searchsorted(ends, options.span[0] + tolerance, side="right"))
         end = min(end, options.span[1])

@@ -44,7 +44,7 @@ class DecodeOptions:
     trim: Trim = UNTRIMMED  # left out at both ends of a clip
     limits: MediaLimits = _LIMITS
 
-    def trimmed(self, seconds: float, rate: float) -> DecodeOptions:
+    def apply_trim(self, seconds: float, rate: float) -> DecodeOptions:
         """The options with the span that `trim` leaves of a clip of this length. Raises Unreadable."""
         return replace(self, span=self.trim.span(seconds, rate, self.span), trim=UNTRIMMED) if self.trim else self
 

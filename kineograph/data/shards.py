@@ -17,6 +17,7 @@ from itertools import product
 from pathlib import Path
 
 from kineograph.core.errors import ConfigError, InputError, NoData
+from kineograph.core.remote_files import PROTOCOLS
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _COMPRESSED = SUFFIXES[1:]  # no offsets into these
@@ -133,21 +134,16 @@ def _scheme(url: str) -> str:
     return (match[1] or match[2]) if match else ""
 
 
-def _is_known(scheme: str) -> bool:
-    import fsspec
-
-    return scheme in fsspec.available_protocols()
-
-
 def _expand(url: str) -> list[str]:
     """A folder gives all shards in it, a pattern its matches; pipes and URLs stay as they are."""
     scheme = _scheme(url)
     if scheme == "file":
         url = url.removeprefix("file://")
     elif scheme:
-        if scheme != "pipe" and scheme not in _FETCH and not _is_known(scheme):
+        if scheme not in ("pipe", *_FETCH, *PROTOCOLS):
             raise ConfigError(
-                f"data.shards={url}: {scheme}:// is no scheme of fsspec; use pipe:COMMAND that prints the tar file"
+                f"data.shards={url}: {scheme}:// is not opened: use s3://, gs://, https:// or hf://, or pipe:COMMAND that prints the "
+                "tar file"
             )
         return [url]
     # A file may have the name pipe:COMMAND.tar: it is read, not run.

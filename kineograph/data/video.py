@@ -62,7 +62,7 @@ def _resolve_trim(
     if not options.trim:
         return options
     whole = _find_timing(file, container, stream, replace(options, span=None, trim=UNTRIMMED), meter)
-    return options.trimmed(whole.end, whole.rate)
+    return options.apply_trim(whole.end, whole.rate)
 
 
 def _decode_frames(

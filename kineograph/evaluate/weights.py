@@ -232,7 +232,7 @@ def _download(name: str, folder: Path, note: Note) -> tuple[Path, str]:
     )
 
 
-def list_fetched() -> list[str]:
+def list_available() -> list[str]:
     """Names of known weights that are in the cache."""
     return sorted(name for name in KNOWN if cache.path_of(name).is_file())
 

@@ -162,7 +162,7 @@ def _translate_conditions(unet: Part, clip: Tree | None) -> None:
     if reads_text:
         own |= {"text_width": text_width or width, "length": length or 256}
     unet.put(".clip", own)
-    unet.note_moved("image_embed_dim", ".clip.width")
+    unet.record_move("image_embed_dim", ".clip.width")
 
 
 def _set_cross_attention(unet: Part) -> None:
@@ -323,9 +323,9 @@ def _translate_prior(tree: Tree) -> KeyTranslation:
     reads_text = prior.take("condition_on_text_encodings", flag)
     width = prior.take("image_embed_dim", count) or keys.left.get("prior.net.dim")
     prior.put(".text_encodings", bool(reads_text))
-    prior.note_moved("condition_on_text_encodings", ".text_encodings")
+    prior.record_move("condition_on_text_encodings", ".text_encodings")
     if clip is None:
-        prior.note_moved("image_embed_dim", ".clip.width")
+        prior.record_move("image_embed_dim", ".clip.width")
     prior.put(".clip", clip or {"kind": "given", "width": width})
     prior.move_all(PRIOR_ROWS)
     keys.move_all(PRIOR_DATA)

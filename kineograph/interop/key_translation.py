@@ -113,7 +113,7 @@ class Part:
     def move(self, key: str, ours: str, convert: Convert = lambda value: value) -> Any:
         return self.keys.move(f"{self.theirs}.{key}", self.find(ours), convert)
 
-    def note_moved(self, key: str, ours: str) -> None:
+    def record_move(self, key: str, ours: str) -> None:
         """List a key that was taken and put by hand."""
         self.keys.moved[f"{self.theirs}.{key}"] = self.find(ours)
 

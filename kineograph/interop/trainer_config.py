@@ -98,8 +98,8 @@ def _translate_trainer(part: Part, rows: list[Row]) -> None:
     size, parts = part.take("batch_size", count), part.take("grad_accum_every", count) or 1
     if size is not None:
         part.put(".train", {"batch_size": size * parts, "accumulate": parts})
-        part.note_moved("batch_size", ".train.batch_size")
-        part.note_moved("grad_accum_every", ".train.accumulate")
+        part.record_move("batch_size", ".train.batch_size")
+        part.record_move("grad_accum_every", ".train.accumulate")
         if parts > 1:
             key = part.find(".train.batch_size")
             part.keys.remark(
@@ -125,7 +125,7 @@ def _translate_trainer(part: Part, rows: list[Row]) -> None:
     if part.take("train_on_images", flag):
         part.take("num_frames")
         part.put("data.frames", 1)
-        part.note_moved("train_on_images", "data.frames")
+        part.record_move("train_on_images", "data.frames")
     else:
         part.move("num_frames", "data.frames", count)
     if part.get("data.folder") is not None:
@@ -144,12 +144,12 @@ def _translate_gan(part: Part, *rows: Row) -> None:
     has_gan, hinge = part.take("use_vgg_and_gan", flag), part.take("use_hinge_loss", flag)
     if has_gan is False:
         part.put(".perceptual", {"weight": 0})
-        part.note_moved("use_vgg_and_gan", ".perceptual.weight")
+        part.record_move("use_vgg_and_gan", ".perceptual.weight")
         return
     part.put(".adversarial", {"loss": "bce" if hinge is False else "hinge"})
     part.put(".perceptual", {"weights": "lpips-vgg16"})
-    part.note_moved("use_vgg_and_gan", f".adversarial, {part.find('.perceptual')}")
-    part.note_moved("use_hinge_loss", ".adversarial.loss")
+    part.record_move("use_vgg_and_gan", f".adversarial, {part.find('.perceptual')}")
+    part.record_move("use_hinge_loss", ".adversarial.loss")
     part.move_all(rows)
 
 
@@ -158,7 +158,7 @@ def _translate_quantizer(part: Part, size: str, rows: list[Row]) -> None:
     codes = part.take(size, count)
     if codes is not None:
         part.put(".quantizer", {"kind": "lfq" if lookup_free else "vq", "codes": codes})
-        part.note_moved(size, ".quantizer.codes")
+        part.record_move(size, ".quantizer.codes")
     part.move_all(rows)
 
 
@@ -178,7 +178,7 @@ def _translate_dropout(part: Part) -> None:
 def _translate_encoder(part: Part) -> None:
     if name := part.take("t5_name", text):
         part.put(".text.name", name)
-        part.note_moved("t5_name", ".text.name")
+        part.record_move("t5_name", ".text.name")
 
 
 def _translate_levels(part: Part, layers: str, blocks: str) -> None:
@@ -190,7 +190,7 @@ def _translate_levels(part: Part, layers: str, blocks: str) -> None:
     multipliers = part.take("layer_mults", lambda value: [count(part) for part in value])
     multipliers = multipliers or [2**level for level in range(halvings)]
     part.put("", {"patch": 1, "multipliers": [1, *multipliers]})
-    part.note_moved(layers, ".multipliers")
+    part.record_move(layers, ".multipliers")
 
     def each(value: Any) -> list[int]:
         return [0, *counts(value)] if isinstance(value, list) else [*[0] * halvings, count(value)]
@@ -266,7 +266,7 @@ def _translate_nuwa(script: _Script) -> None:
         part.move_all(NUWA)
         if part.take("enc_reversible", flag):
             part.put(".train.checkpointing", True)
-            part.note_moved("enc_reversible", ".train.checkpointing")
+            part.record_move("enc_reversible", ".train.checkpointing")
         _translate_heads(part, "dec_")
         _translate_dropout(part)
         _translate_window(part)
@@ -276,7 +276,7 @@ def _translate_nuwa(script: _Script) -> None:
         encoder["length"] = part.take("text_max_seq_len", count) or 256
         encoder["vocabulary"] = part.take("text_num_tokens", count) or 49408
         part.put(".text", {key: value for key, value in encoder.items() if value is not None})
-        part.note_moved("text_…", ".text.*")
+        part.record_move("text_…", ".text.*")
     if part := script.part("NUWATrainer", "generator", task="nuwa", codec="tokenizer"):
         _translate_trainer(part, NUWA_TRAINER)
         part.put(".train.ema.decay", 0.0)  # theirs has none

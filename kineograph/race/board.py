@@ -58,7 +58,8 @@ def list_remarks(record: dict[str, Any]) -> list[str]:
     failed = [f"{name} failed: {entry['failure']}" for name, entry in entries if entry.get("failure")]
     unhealthy = [f"{name}: {line}" for name, entry in entries for line in entry.get("findings", [])]
     unlearned = [
-        f"{family} {reason}: its place in the order means nothing" for family, reason in find_unlearned(record).items()
+        f"{family} {reason}: its place in the order means nothing"
+        for family, reason in find_families_without_progress(record).items()
     ]
     minutes = record["request"]["minutes"]
     late = [
@@ -70,7 +71,7 @@ def list_remarks(record: dict[str, Any]) -> list[str]:
     return [*unable, *failed, *unlearned, *late, *unhealthy]
 
 
-def find_unlearned(record: dict[str, Any]) -> dict[str, str]:
+def find_families_without_progress(record: dict[str, Any]) -> dict[str, str]:
     """Family → why its samples say nothing: they are no better than chance in any seed, or it made almost no steps."""
     families: dict[str, list[str]] = {}
     for entry in record["entries"].values():
@@ -91,10 +92,10 @@ def _explain_entry(entry: dict[str, Any], samples: int) -> str:
     return f"made {steps:,.0f} steps, and fewer than {YOUNG_STEPS} are a trial" if steps < YOUNG_STEPS else ""
 
 
-def explain_unlearned(record: dict[str, Any]) -> str | None:
+def explain_empty_race(record: dict[str, Any]) -> str | None:
     """Why the race says nothing about its families, if none of them learned the data."""
     raced = {entry["family"] for entry in record["entries"].values() if "figures" in entry}
-    if not raced or raced - find_unlearned(record).keys():
+    if not raced or raced - find_families_without_progress(record).keys():
         return None
     minutes = record["request"]["minutes"]
     return (

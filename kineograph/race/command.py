@@ -26,8 +26,8 @@ from kineograph.core.notes import Note
 from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import read_json, write_atomic, write_json
 from kineograph.doctor.machine import list_gpus
-from kineograph.evaluate.weights import list_fetched
-from kineograph.race.board import check_board, explain_unlearned, show_board, update_board
+from kineograph.evaluate.weights import list_available
+from kineograph.race.board import check_board, explain_empty_race, show_board, update_board
 from kineograph.race.plan import RacePlan, choose_families, choose_prompts, plan_race, read_data, write_plans
 from kineograph.race.recipe import list_families
 from kineograph.race.results import collect_figures
@@ -70,7 +70,7 @@ def race(
         check_board(board)
     planned = read_data(data, settings, frames, size, device)
     folder = run or Path("runs") / f"race-{planned.name}"
-    judge = Judge(samples, metrics, tuple(extractors), tuple(list_fetched()))
+    judge = Judge(samples, metrics, tuple(extractors), tuple(list_available()))
     record = _open_record(folder, planned, minutes, seeds, judge, command)
     if jobs > 1:
         note(
@@ -102,7 +102,7 @@ def race(
     failed = [entry.name for entry in entries if record["entries"][entry.name].get("failure")]
     if failed:
         raise RunFailed(f"{', '.join(failed)} failed; the same command tries again (logs are in {folder / 'logs'})")
-    if unlearned := explain_unlearned(record):
+    if unlearned := explain_empty_race(record):
         raise RunFailed(unlearned)
     return folder
 

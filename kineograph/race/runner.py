@@ -20,7 +20,7 @@ import torch
 
 from kineograph.core.errors import Stopped
 from kineograph.core.notes import Note
-from kineograph.core.run_folder import RunFolder, open_unlinked
+from kineograph.core.run_folder import RunFolder, open_nofollow
 from kineograph.run.listing import read_run
 
 MISSING = 4  # exit code of kineo evaluate: some metric could not be computed
@@ -142,7 +142,7 @@ class Runner:
         if self._stopped:
             raise CommandFailed("stopped")
         words = [*words, "--trust"] if self.trust else words
-        with open(entry.log, "ab", opener=open_unlinked) as log:
+        with open(entry.log, "ab", opener=open_nofollow) as log:
             start = log.tell()
             log.write(f"$ kineo {' '.join(words)}\n".encode())
             log.flush()

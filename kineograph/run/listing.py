@@ -13,7 +13,7 @@ from kineograph.core.config_file import load_file
 from kineograph.core.console import open_console
 from kineograph.core.errors import InputError, KineoError
 from kineograph.core.health import read_findings
-from kineograph.core.run_folder import RunFolder
+from kineograph.core.run_folder import RunFolder, open_nofollow
 from kineograph.core.text_file import parse_json
 from kineograph.evaluate import results_file
 from kineograph.train import checkpoint_folder
@@ -103,10 +103,9 @@ def _describe_run(path: Path) -> Row:
 
 def _read_failure(run: RunFolder) -> str:
     """The first line of the error that ended the run; "" if a finding did."""
-    if not run.failed_marker.is_file():  # a pipe would block
-        return ""
-    with open(run.failed_marker, encoding="utf-8", errors="replace") as file:
+    with suppress(OSError), open(run.failed_marker, encoding="utf-8", errors="replace", opener=open_nofollow) as file:
         return file.readline(500).strip()
+    return ""
 
 
 def _read_health(run: RunFolder) -> tuple[set[str], tuple[str, ...]]:

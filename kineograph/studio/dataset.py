@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class DatasetItem:
     start: float | None = None  # second at which a part of a clip begins
     end: float | None = None
     bucket: str = ""
-    place: Mapping[str, Any] | None = None  # in a tar or an array: MemberPlace or ArrayPlace of data/check.py
+    place: Mapping[str, Any] | None = None  # in a tar or an array: MemberPlace or ArrayPlace of data/check_report.py
 
     @property
     def key(self) -> str:
@@ -114,12 +115,12 @@ class Check:
     buckets: tuple[dict[str, Any], ...] = ()
     problems: tuple[tuple[str, str], ...] = ()  # of files that are no items
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_by_key", {item.key: item for item in self.items})
+    @cached_property
+    def _by_key(self) -> dict[str, DatasetItem]:
+        return {item.key: item for item in self.items}
 
     def find_item(self, key: str) -> DatasetItem | None:
-        by_key: dict[str, DatasetItem] = self.__dict__["_by_key"]
-        return by_key.get(key)
+        return self._by_key.get(key)
 
     @property
     def is_done(self) -> bool:

@@ -117,7 +117,7 @@ def _read_result(split: str, place: re.Match[str], metric: str, record: Any) -> 
         return None
     values = {str(key): float(value) if is_number(value) else None for key, value in record["values"].items()}
     labels = record.get("labels")
-    told = {str(key): format_yaml(value) for key, value in labels.items()} if isinstance(labels, dict) else {}
+    shown = {str(key): format_yaml(value) for key, value in labels.items()} if isinstance(labels, dict) else {}
     samples = record.get("samples")
     return Result(
         split,
@@ -125,7 +125,7 @@ def _read_result(split: str, place: re.Match[str], metric: str, record: Any) -> 
         int(place[2]),
         metric,
         values,
-        told,
+        shown,
         samples if isinstance(samples, int) and is_number(samples) else None,
         str(record.get("date", ""))[:10],
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from kineograph.core import distributed
 from kineograph.core.errors import RunFailed
-from kineograph.core.run_folder import open_unlinked, sync_folder
+from kineograph.core.run_folder import open_nofollow, sync_folder
 from kineograph.core.text_file import parse_json
 from kineograph.train.checkpoint import DISK_REMEDY
 from kineograph.train.checkpoint_folder import Phase
@@ -35,9 +35,8 @@ class MetricsFile:
         line = json.dumps(values, ensure_ascii=False, allow_nan=False)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(
-                self.path, "ab", opener=open_unlinked
-            ) as file:  # reopened each time: `truncate` replaces the file
+            # Reopened each time: `truncate` replaces the file.
+            with open(self.path, "ab", opener=open_nofollow) as file:
                 file.write((b"" if self._ends_in_newline() else b"\n") + line.encode() + b"\n")
         except OSError as error:
             raise RunFailed(

@@ -20,7 +20,7 @@ from typing import TextIO
 
 from kineograph.core import distributed, heartbeat
 from kineograph.core.notes import Note
-from kineograph.core.run_folder import open_unlinked
+from kineograph.core.run_folder import open_nofollow
 
 TIMINGS_EVERY = 30.0  # seconds
 
@@ -39,7 +39,7 @@ class RankLog:
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(  # noqa: SIM115 (closed by close)
-                self.path, "a", encoding="utf-8", buffering=1, errors="replace", opener=open_unlinked
+                self.path, "a", encoding="utf-8", buffering=1, errors="replace", opener=open_nofollow
             )
         self.write(
             f"rank {distributed.rank()} of {distributed.world()}: process {os.getpid()} on {socket.gethostname()}"

@@ -10,8 +10,8 @@ import pytest
 from kineograph.core.errors import InputError
 from kineograph.race.board import (
     check_board,
-    explain_unlearned,
-    find_unlearned,
+    explain_empty_race,
+    find_families_without_progress,
     list_remarks,
     make_markdown,
     make_rows,
@@ -80,17 +80,17 @@ def test_who_is_absent_is_named_with_the_reason(capsys: pytest.CaptureFixture) -
 def test_families_at_chance_are_named_and_a_race_of_these_alone_fails() -> None:
     tree = record(phenaki=[0.0, 0.03], nuwa=[0.0, 0.4])
     # 0.03 of 256 is within three deviations of 0.02; one seed of nuwa learned.
-    assert find_unlearned(tree) == {"phenaki": "is no better than chance"}
+    assert find_families_without_progress(tree) == {"phenaki": "is no better than chance"}
     assert "phenaki is no better than chance: its place in the order means nothing" in list_remarks(tree)
-    assert explain_unlearned(tree) is None
-    assert "no family learned anything in --minutes 5" in str(explain_unlearned(record(phenaki=[0.0])))
+    assert explain_empty_race(tree) is None
+    assert "no family learned anything in --minutes 5" in str(explain_empty_race(record(phenaki=[0.0])))
     tree = record(phenaki=[0.0])
     tree["request"]["judge"]["samples"] = 3  # too few to tell
-    assert explain_unlearned(tree) is None
+    assert explain_empty_race(tree) is None
     del tree["entries"]["phenaki-0"]["figures"]["caption accuracy"]  # data without a reader
-    assert explain_unlearned(tree) is None
+    assert explain_empty_race(tree) is None
     tree["entries"]["phenaki-0"]["figures"] |= {"steps": 6, "minutes": 7.0}
-    assert "fewer than 100 are a trial" in list_remarks(tree)[0] and explain_unlearned(tree)
+    assert "fewer than 100 are a trial" in list_remarks(tree)[0] and explain_empty_race(tree)
     assert list_remarks(tree)[1].startswith("phenaki-0 took 7.00 minutes instead of 5")
 
 

@@ -232,7 +232,7 @@ def test_with_other_weights_all_are_judged_again(
 ) -> None:
     commands.called.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(command, "list_fetched", lambda: ["inception-v3"])
+        patch.setattr(command, "list_available", lambda: ["inception-v3"])
         command.race("digits", run=raced, **RACE, note=lambda line: None)
     assert commands.called == ["evaluate muse-0"]
     command.race("digits", run=raced, **RACE, note=lambda line: None)

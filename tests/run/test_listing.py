@@ -37,6 +37,19 @@ def test_states_and_steps(tmp_path):
     }
 
 
+def test_the_error_of_a_failed_run_is_read_from_its_own_folder_only(tmp_path):
+    run = make_run(tmp_path / "failed", "tokenizer", steps=40, step=20)
+    run.failed_marker.write_text("disk full\nand more")
+    assert (one(tmp_path, "failed").state, one(tmp_path, "failed").problem) == ("failed", "disk full")
+    (tmp_path / "secret").write_text("a secret")
+    run.failed_marker.unlink()
+    run.failed_marker.symlink_to(tmp_path / "secret")
+    assert one(tmp_path, "failed").problem == ""
+    run.failed_marker.unlink()
+    os.mkfifo(run.failed_marker)
+    assert one(tmp_path, "failed").problem == ""
+
+
 def test_a_timed_stage_expects_steps_at_its_speed_so_far(tmp_path):
     run = make_run(tmp_path / "timed", "tokenizer", steps=1000, step=20)
     tree = run.config()
