@@ -178,3 +178,20 @@ def test_nothing_is_asked_at_a_keyboard():
                 called = node.func
                 name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", None)
                 assert name not in asking, f"{path}:{node.lineno} asks"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_openmp_threads_spin_briefly_unless_the_user_chose(chosen, spins):
+    env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = "import kineograph, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**env, "PYTHONPATH": python_path(), **chosen},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [spins, "False"]
