@@ -7,29 +7,36 @@ from typing import Any
 
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_atomic
-from kineograph.race.results import COLUMNS, Column, Score, join_seeds, rank_families
+from kineograph.race.results import COLUMNS, Column, Figures, Score, find_order, join_seeds, rank_families
 from kineograph.train.health import YOUNG_STEPS
 
 Row = list[str]
 LATE = 1.25  # times the minutes of a race
+UNORDERED = (
+    "no figure that judges samples is there for all families, so their order means nothing: kineo weights get inception-v3 "
+    "gives FID and KID"
+)
 BOUNDS = {"ceiling": "real held-out items", "codec": "reconstructions by the codec of {family}", "chance": "chance"}
 
 
 def make_rows(record: dict[str, Any]) -> tuple[Row, list[Row]]:
     """Head and rows of a race.json."""
-    entries = record["entries"]
-    families = list(dict.fromkeys(entry["family"] for entry in entries.values()))
-    raced = {
-        family: [entry["figures"] for entry in entries.values() if entry["family"] == family and "figures" in entry]
-        for family in families
-    }
-    scores = {family: join_seeds(figures) for family, figures in raced.items() if figures}
+    scores = _join_entries(record)
     columns = [column for column in COLUMNS if any(column.title in each for each in scores.values())]
     rows = [
         [family, *(_format(scores[family].get(column.title), column) for column in columns)]
         for family in rank_families(scores)
     ]
-    return ["family", *(column.title for column in columns)], rows + _make_bound_rows(entries, columns)
+    return ["family", *(column.title for column in columns)], rows + _make_bound_rows(record["entries"], columns)
+
+
+def _join_entries(record: dict[str, Any]) -> dict[str, dict[str, Score]]:
+    """Family → its scores over the seeds that have figures."""
+    raced: dict[str, list[Figures]] = {}
+    for entry in record["entries"].values():
+        if "figures" in entry:
+            raced.setdefault(entry["family"], []).append(entry["figures"])
+    return {family: join_seeds(figures) for family, figures in raced.items()}
 
 
 def _make_bound_rows(entries: dict[str, Any], columns: list[Column]) -> list[Row]:
@@ -68,7 +75,9 @@ def list_remarks(record: dict[str, Any]) -> list[str]:
         if entry.get("figures", {}).get("minutes", 0) > LATE * minutes
     ]
     unable = [f"{family} cannot race here: {reason}" for family, reason in record["unable"].items()]
-    return [*unable, *failed, *unlearned, *late, *unhealthy]
+    scores = _join_entries(record)
+    unordered = [UNORDERED] if len(scores) > 1 and find_order(scores) is None else []
+    return [*unable, *failed, *unordered, *unlearned, *late, *unhealthy]
 
 
 def find_families_without_progress(record: dict[str, Any]) -> dict[str, str]:
@@ -147,7 +156,7 @@ def check_board(path: Path) -> None:
     """Refuse a file that the race did not write, before hours of training."""
     if path.suffix.lower() != ".md":
         raise InputError(f"--board {path}: the board is Markdown; end its name with .md")
-    if path.exists() and not path.read_text(encoding="utf-8").startswith(HEAD):
+    if path.exists() and not path.read_bytes().startswith(HEAD.encode()):
         raise InputError(f"--board {path} exists and is no board of a race: name another file")
 
 

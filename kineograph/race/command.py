@@ -83,6 +83,8 @@ def race(
     folder.mkdir(parents=True, exist_ok=True)
     write_plans(planned, folder)
     record["unable"] |= planned.unable
+    if not (folder / "race.json").exists():  # the plans are for these data and minutes
+        write_json(folder / "race.json", record)
     if plan_only:
         note(f"plans of {', '.join(planned.plans)} in {folder / 'plans'}; run the same command without --plan to race")
         return folder
@@ -115,14 +117,19 @@ def _open_record(
     saved = read_record(folder / "race.json")
     if folder.exists() and not saved and any(folder.iterdir()) and not (folder / "plans").is_dir():
         raise InputError(f"{folder} holds something else than a race: give --run another folder")
+    gpus = [gpu.name for gpu in list_gpus()] if torch.cuda.is_available() else []
+    machine = {"device": gpus[0] if gpus else "CPU", "torch": torch.__version__, "kineograph": __version__}
+    if saved and saved["device"] not in (None, machine["device"]):
+        raise InputError(
+            f"{folder} was raced on {saved['device']}, and this machine has {machine['device']}: figures of different devices do "
+            "not compare; go on there, or give --run another folder"
+        )
     for key in SETTLED if saved else ():
         if saved["request"].get(key) != request[key]:
             raise InputError(
                 f"{folder} holds a race with {key} {saved['request'].get(key)}, and this one has {request[key]}: "
                 "give --run another folder"
             )
-    gpus = [gpu.name for gpu in list_gpus()] if torch.cuda.is_available() else []
-    machine = {"device": gpus[0] if gpus else "CPU", "torch": torch.__version__, "kineograph": __version__}
     return {
         "format": FORMAT,
         "name": planned.name,
@@ -141,9 +148,12 @@ def read_record(path: Path) -> dict[str, Any]:
     saved = read_json(path)
     if not isinstance(saved.get("request"), dict):
         return {}
-    unable, entries = (part if isinstance(part, dict) else {} for part in (saved.get("unable"), saved.get("entries")))
+    unable, entries, machine = (
+        part if isinstance(part, dict) else {} for part in map(saved.get, ("unable", "entries", "machine"))
+    )
     return {
         "request": saved["request"],
+        "device": machine.get("device"),
         "unable": {family: reason for family, reason in unable.items() if isinstance(reason, str)},
         "entries": {name: entry for name, entry in entries.items() if _is_entry(entry)},
     }
@@ -185,7 +195,7 @@ def _run_entries(
     def finish(entry: Entry, failure: str | None) -> None:
         result: dict[str, Any] = {"family": entry.family, "seed": entry.seed, "run": str(entry.run), "judge": judge}
         if failure is None:
-            result["figures"], extra = collect_figures(entry.run)
+            result["figures"], extra = collect_figures(entry.run, runner.judge.metrics)
             result |= extra | {"findings": runner.findings.get(entry.name, [])}
         else:
             result["failure"] = failure

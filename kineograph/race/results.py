@@ -25,7 +25,7 @@ class Column(NamedTuple):
     more_is_better: bool | None  # None: neither
 
 
-# The first column that all entries have decides the order.
+# Of the first five, which judge samples, the first that all entries have decides the order.
 COLUMNS = (
     Column("caption accuracy", "caption_accuracy", "caption_accuracy", ".3f", True),
     Column("FVD", "fvd", "fvd", ".1f", False),
@@ -51,10 +51,10 @@ class Score:
     count: int
 
 
-def collect_figures(run: Path) -> tuple[Figures, dict[str, Any]]:
-    """The figures of an entry by column title, and its bounds and labels."""
+def collect_figures(run: Path, metrics: str | None = None) -> tuple[Figures, dict[str, Any]]:
+    """The figures of an entry by column title, and its bounds and labels. `metrics`: those of the judge; None: all."""
     folder = RunFolder.existing(run)
-    results = results_file.read_results(folder)
+    results = _select_metrics(results_file.read_results(folder), metrics)
     stages = list(folder.config()["stages"])
     figures: Figures = {}
     extra: dict[str, Any] = {"labels": {}}
@@ -64,15 +64,27 @@ def collect_figures(run: Path) -> tuple[Figures, dict[str, Any]]:
         if isinstance(value, int | float) and math.isfinite(value):
             figures[column.title] = value
             extra["labels"][column.title] = found["labels"] if found else {}
-    for record in (_find_newest(results, stages, name) for name in _list_metrics(results)):
-        if record and isinstance(rate := record.get("drawn_per_second"), int | float):
-            figures["samples/s"] = rate
+    records = filter(None, (_find_newest(results, stages, name) for name in _list_metrics(results)))
+    drawn = [record for record in records if isinstance(record.get("drawn_per_second"), int | float)]
+    if drawn:
+        figures["samples/s"] = max(drawn, key=lambda record: str(record.get("date")))["drawn_per_second"]
     accuracy = extra["labels"].get("caption accuracy", {})
     extra["bounds"] = {name: accuracy[name] for name in ("ceiling", "chance") if name in accuracy}
     reconstructed = _find_newest(results, stages, "reconstructed_captions")
     if reconstructed:
         extra["bounds"]["codec"] = reconstructed["values"]["reconstructed_captions"]
     return figures | _summarize(run, folder, stages), extra
+
+
+def _select_metrics(results: results_file.Results, metrics: str | None) -> results_file.Results:
+    """Without the results of metrics that an earlier judging computed and this one did not."""
+    if metrics is None:
+        return results
+    names = {name.strip() for name in metrics.split(",")}
+    return {
+        split: {key: {name: records[name] for name in records.keys() & names} for key, records in checkpoints.items()}
+        for split, checkpoints in results.items()
+    }
 
 
 def _list_metrics(results: results_file.Results) -> list[str]:
@@ -111,10 +123,15 @@ def join_seeds(figures: Sequence[Figures]) -> dict[str, Score]:
     return scores
 
 
+def find_order(scores: dict[str, dict[str, Score]]) -> Column | None:
+    """The first column that judges samples and that all families have."""
+    return next((column for column in COLUMNS[:5] if all(column.title in each for each in scores.values())), None)
+
+
 def rank_families(scores: dict[str, dict[str, Score]]) -> list[str]:
-    """The families, best first, by the first column that all of them have and that is better one way."""
-    for column in COLUMNS:
-        if column.more_is_better is not None and all(column.title in each for each in scores.values()):
-            sign = -1 if column.more_is_better else 1
-            return sorted(scores, key=lambda family: sign * scores[family][column.title].median)
-    return list(scores)
+    """The families, best first; as they are if no column orders them."""
+    column = find_order(scores)
+    if column is None:
+        return list(scores)
+    sign = -1 if column.more_is_better else 1
+    return sorted(scores, key=lambda family: sign * scores[family][column.title].median)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,9 +118,11 @@ class Runner:
             lines = self._call(entry, environment, ["evaluate", str(entry.run), *self.judge.arguments()], (0, MISSING))
             self._note_skipped(lines)
             self.findings[entry.name] = [line.replace(": fatal: ", ": ") for line in lines if ": fatal: " in line]
-            prompts = ["--prompts", str(entry.folder / "prompts.txt"), "--out", str(entry.samples)]
-            if not any(entry.samples.glob("*.json")):
-                self._call(entry, environment, ["sample", str(entry.run), *prompts], (0,))
+            prompts = entry.folder / "prompts.txt"
+            if len(list(entry.samples.glob("*.json"))) < prompts.read_bytes().count(b"\n"):
+                shutil.rmtree(entry.samples, ignore_errors=True)  # a part of them
+                words = ["sample", str(entry.run), "--prompts", str(prompts), "--out", str(entry.samples)]
+                self._call(entry, environment, words, (0,))
         except CommandFailed as error:
             return str(error)
         return None
@@ -133,6 +136,7 @@ class Runner:
         if run.exists() and read_run(entry.run).state == "finished":
             self.note(f"{entry.name}: trained already")
             return
+        shutil.rmtree(entry.samples, ignore_errors=True)  # of an earlier run with this name
         self.note(f"{entry.name}: training")
         plan = str(entry.folder / "plans" / f"{entry.family}.yaml")
         self._call(entry, environment, ["train", plan, f"seed={entry.seed}", "--run", str(entry.run)], (0,))

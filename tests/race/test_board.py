@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kineograph.core.errors import InputError
+from kineograph.core.run_folder import write_json
 from kineograph.race.board import (
     check_board,
     explain_empty_race,
@@ -18,7 +19,7 @@ from kineograph.race.board import (
     show_board,
     update_board,
 )
-from kineograph.race.results import join_seeds, rank_families
+from kineograph.race.results import collect_figures, join_seeds, rank_families
 
 
 def record(minutes: float = 5.0, **accuracies: list[float]) -> dict[str, Any]:
@@ -61,6 +62,27 @@ def test_families_stand_by_their_median_with_bounds_below() -> None:
 def test_without_captions_that_can_be_read_a_distance_decides() -> None:
     figures = {"a": [{"FID": 30.0, "samples/s": 9.0}], "b": [{"FID": 20.0, "caption accuracy": 1.0, "samples/s": 1.0}]}
     assert rank_families({family: join_seeds(each) for family, each in figures.items()}) == ["b", "a"]
+
+
+def test_speed_and_codecs_order_no_families() -> None:
+    tree = record(nuwa=[0.5], phenaki=[0.6])
+    for entry, psnr in zip(tree["entries"].values(), (20.0, 30.0), strict=True):
+        entry["figures"] = {"codec PSNR": psnr, "samples/s": psnr, "steps": 1200}
+    assert [row[0] for row in make_rows(tree)[1]] == ["nuwa", "phenaki"]
+    assert "their order means nothing: kineo weights get" in list_remarks(tree)[0]
+
+
+def test_figures_are_those_of_the_newest_judging(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("stages: {generator: {task: muse}}")
+    (tmp_path / "metrics.jsonl").write_text("")
+
+    def judged(metric: str, day: int, rate: float) -> dict[str, Any]:
+        return {"values": {metric: 1.0}, "labels": {}, "drawn_per_second": rate, "date": f"2026-11-{day:02d}"}
+
+    records = {"kid": judged("kid", 19, 8.0), "fid": judged("fid", 18, 2.0)}
+    write_json(tmp_path / "evaluation.json", {"results": {"validation": {"generator/step-00000100": records}}})
+    assert collect_figures(tmp_path)[0].items() >= {"FID": 1.0, "KID": 1.0, "samples/s": 8.0}.items()
+    assert "FID" not in collect_figures(tmp_path, "kid, is")[0], "an earlier judge computed it"
 
 
 def test_who_is_absent_is_named_with_the_reason(capsys: pytest.CaptureFixture) -> None:
@@ -117,6 +139,6 @@ def test_a_board_holds_many_races_and_the_newest_of_each(tmp_path: Path) -> None
     assert "| phenaki | 0.600 |" in text and "| phenaki | 0.700 |" in text and "0.500" not in text
     assert text.index("2 minutes") < text.index("5 minutes")
     check_board(board)
-    (tmp_path / "README.md").write_text("# Mine\n")
+    (tmp_path / "README.md").write_bytes("# Größe\n".encode("latin-1"))
     with pytest.raises(InputError, match="is no board of a race"):
         check_board(tmp_path / "README.md")

@@ -249,6 +249,20 @@ def test_an_edited_plan_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     assert load_file(file)["stages"]["generator"]["width"] == 64
 
 
+def test_plans_of_other_minutes_or_of_another_device_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_fit_time", lambda family, tree, *rest: tree)
+    asked = {**RACE, "minutes": 60.0, "plan_only": True}
+    command.race("digits", run=tmp_path / "race", **asked, note=lambda line: None)
+    with pytest.raises(InputError, match=r"holds a race with minutes 60.0, and this one has 5.0"):
+        command.race("digits", run=tmp_path / "race", **{**asked, "minutes": 5.0}, note=lambda line: None)
+    file = tmp_path / "race" / "race.json"
+    file.write_text(file.read_text().replace('"device": "CPU"', '"device": "a GPU"'))
+    with pytest.raises(InputError, match=r"was raced on a GPU, and this machine has CPU"):
+        command.race("digits", run=tmp_path / "race", **asked, note=lambda line: None)
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,9 +37,42 @@ def test_a_stage_that_is_fatally_wrong_is_remembered(tmp_path: Path, monkeypatch
     said = ["a table", "tokenizer: fatal: codec_collapsed: too low.", "tokenizer: warning: loss_spike: once."]
     monkeypatch.setattr(Runner, "_train", lambda *_: None)
     monkeypatch.setattr(Runner, "_call", lambda *_: said)
+    (tmp_path / "prompts.txt").write_text("a 3\n")
     runner = Runner(Judge(1), print)
     assert runner._race(Entry("muse", 0, tmp_path), {}) is None
     assert runner.findings == {"muse-0": ["tokenizer: codec_collapsed: too low."]}
+
+
+def test_prompts_are_drawn_again_for_another_run_and_after_a_part_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, called = Entry("muse", 0, tmp_path), []
+    (tmp_path / "prompts.txt").write_text("a 3\na 7\n")
+
+    def call(
+        runner: Runner, entry: Entry, environment: dict[str, str], words: list[str], fine: tuple[int, ...]
+    ) -> list:
+        called.append(words[0])
+        if words[0] == "sample":
+            entry.samples.mkdir(parents=True, exist_ok=True)
+            for number in range(2):
+                (entry.samples / f"{number}.json").write_text("{}")
+        return []
+
+    monkeypatch.setattr(Runner, "_call", call)
+    runner = Runner(Judge(1), print)
+    monkeypatch.setattr("kineograph.race.runner.read_run", lambda path: SimpleNamespace(state="finished"))
+    assert runner._race(entry, {}) is None and called == ["train", "evaluate", "sample"]
+    entry.run.mkdir(parents=True)
+    (entry.run / "config.yaml").write_text("stages: {}")
+    called.clear()
+    assert runner._race(entry, {}) is None and called == ["evaluate"]
+    (entry.samples / "1.json").unlink()  # drawing was interrupted
+    called.clear()
+    assert runner._race(entry, {}) is None and called == ["evaluate", "sample"]
+    (entry.run / "config.yaml").unlink()  # the run was removed, to train it again
+    called.clear()
+    assert runner._race(entry, {}) is None and called == ["train", "evaluate", "sample"]
 
 
 def test_trust_is_passed_on(tmp_path: Path) -> None:
