@@ -9,10 +9,11 @@ import os
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kineograph.core.config import Tree
 from kineograph.core.config_file import dump_yaml, load_file
@@ -106,7 +107,7 @@ class RunFolder:
             ) from None
         with open(descriptor, "r+", encoding="utf-8") as file:
             try:
-                fcntl.lockf(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                _lock_patiently(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             except OSError:
                 file.seek(0)
                 raise RunInUse(
@@ -158,6 +159,15 @@ class RunFolder:
 
 
 _locked: set[Path] = set()  # by this process
+
+
+def _lock_patiently(file: IO[str], kind: int) -> None:
+    """Lock a file. `in_use` of other processes, such as the studio, holds the lock for a moment: OSError only after a second try."""
+    with suppress(OSError):
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+        return
+    time.sleep(0.2)
+    fcntl.lockf(file, kind | fcntl.LOCK_NB)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

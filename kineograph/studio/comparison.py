@@ -36,12 +36,15 @@ def compare_runs(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def match_pictures(runs: Sequence[Run], trees: Sequence[dict[str, Any]]) -> dict[str, list[str | None]]:
-    """Prompt → the newest picture of each run that drew it, of the last stage that draws."""
-    drawn: dict[str, list[str | None]] = {}
+def match_pictures(
+    runs: Sequence[Run], trees: Sequence[dict[str, Any]]
+) -> dict[str, list[tuple[str | None, int] | None]]:
+    """Prompt → the newest picture of each run that drew it, of the last stage that draws, and its step."""
+    drawn: dict[str, list[tuple[str | None, int] | None]] = {}
     for number, (run, tree) in enumerate(zip(runs, trees, strict=True)):
         walls = [read_wall(run.path, stage, most=1) for stage in stage_names(tree)]
-        samples = [rows for wall in walls if (rows := [row for row in wall.rows if not row.is_sheet])]
-        for row in samples[-1] if samples else ():
-            drawn.setdefault(row.title, [None] * len(runs))[number] = row.files[0]
+        samples = [(wall, rows) for wall in walls if (rows := [row for row in wall.rows if not row.is_sheet])]
+        for wall, rows in samples[-1:]:
+            for row in rows:
+                drawn.setdefault(row.title, [None] * len(runs))[number] = row.files[0], wall.steps[0]
     return drawn

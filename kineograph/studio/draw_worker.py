@@ -90,11 +90,12 @@ class Worker:
 
         folder = RunFolder.existing(request.run)
         stage = choose_sampling_stage(folder, request.stage)
-        step = checkpoint.select(folder.checkpoints(stage), request.checkpoint).step
-        key = (request.run, stage, step, request.ema)
-        return self._load(key, lambda: Sampler.open(folder, step, stage, ema=request.ema))
+        saved = checkpoint.select(folder.checkpoints(stage), request.checkpoint)
+        # The digest: a run may be removed, and trained again under its name.
+        key = (request.run, stage, saved.step, request.ema, saved.digest())
+        return self._load(key, lambda: Sampler.open(folder, saved.step, stage, ema=request.ema))
 
-    def _load(self, key: tuple[Any, str, int, bool | None], load: Callable[[], Any]) -> Any:
+    def _load(self, key: tuple[Any, str, int, bool | None, str], load: Callable[[], Any]) -> Any:
         """What `load` returns, kept until another key is asked for."""
         if key != self._key:
             self.say("loading", model=f"{key[1]}, step {key[2]:,}")
@@ -114,21 +115,21 @@ class Worker:
 
         self._passes = 0
         folder, stage = RunFolder.existing(job["run"]), job["stage"]
-        step = checkpoint.select(folder.checkpoints(stage)).step
+        saved = checkpoint.select(folder.checkpoints(stage))
 
         def load() -> Any:
-            return StageLoader(folder, distributed.resolve_device("auto")).load(stage, step)
+            return StageLoader(folder, distributed.resolve_device("auto")).load(stage, saved.step)
 
-        task = self._load((job["run"], stage, step, None), load)
+        task = self._load((job["run"], stage, saved.step, None, saved.digest()), load)
         self.say("drawing", **self._describe())
         with self._watch(task):
             item = DatasetItem(**job["item"])
-            path, text = reconstruct_item(task, folder, stage, step, Path(job["folder"]), item, Path(job["out"]))
+            path, text = reconstruct_item(task, folder, stage, saved.step, Path(job["folder"]), item, Path(job["out"]))
         return [path.relative_to(Path(job["out"]).parent).as_posix()], text
 
     def _describe(self) -> dict[str, Any]:
         """What is loaded, and how much memory the process holds."""
-        _, stage, step, ema = self._key
+        _, stage, step, ema, _ = self._key
         device = self._sampler.device if hasattr(self._sampler, "device") else next(self._sampler.parameters()).device
         weights = "" if ema or ema is None else ", online weights"
         return {"model": f"{stage}, step {step:,}{weights}", "device": str(device), "memory": _held_memory(device)}

@@ -14,6 +14,13 @@ from kineograph.core import run_folder
 from kineograph.core.errors import InputError, RunInUse
 from kineograph.core.run_folder import RunFolder, write_atomic, write_json
 
+LOOK = """
+import fcntl, sys, time
+with open(sys.argv[1], "r+") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    print("held", flush=True)
+    time.sleep(0.05)
+"""
 HOLD = """
 import sys, time
 from kineograph.core.run_folder import RunFolder
@@ -66,6 +73,15 @@ def test_the_lock_of_a_killed_process_is_not_stale(tmp_path: Path, holder: subpr
     assert not RunFolder(tmp_path).in_use()
     with RunFolder(tmp_path).lock():
         pass
+
+
+def test_another_process_that_looks_whether_the_run_is_in_use_keeps_nobody_out(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    command = [sys.executable, "-c", LOOK, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as looking:
+        assert looking.stdout is not None and looking.stdout.readline() == "held\n"
+        with RunFolder(tmp_path).lock():
+            pass
 
 
 def test_asking_does_not_let_go(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from kineograph.studio.report import write_report
 from kineograph.studio.runs import make_id
 from tests.studio.conftest import watch_page
-from tests.studio.run_folders import make_record, write_evaluation, write_metrics, write_run
+from tests.studio.run_folders import PROMPTS, make_record, write_evaluation, write_metrics, write_run, write_samples
 
 pytestmark = pytest.mark.browser
 STORED = Path(__file__).parents[1] / "fixtures" / "runs"
@@ -99,6 +99,15 @@ def test_clips_play_in_step_and_open_larger(page: Any, runs: Path) -> None:
     assert page.locator("#large-caption").inner_text() == "a seven moves up · step 100"
     page.keyboard.press("Escape")
     page.locator("#large").wait_for(state="hidden")
+
+
+def test_newer_samples_are_announced_also_where_not_all_steps_are_shown(page: Any, runs: Path) -> None:
+    for step in range(1, 13):
+        write_samples(runs / "demo", "generator", step, PROMPTS)
+    page.goto(address(runs) + "/wall")
+    page.get_by_text("12 of 14 steps with samples").wait_for()
+    write_samples(runs / "demo", "generator", 120, PROMPTS)
+    page.get_by_text("There are newer samples").wait_for()
 
 
 def test_other_parts_of_a_run_show(page: Any, runs: Path) -> None:

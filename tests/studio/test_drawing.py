@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import shlex
+import shutil
 import sys
 import tarfile
 import time
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -85,6 +88,18 @@ def test_a_drawing_is_repeated_by_its_command_and_the_model_stays_loaded(stored:
     assert (tmp_path / "again" / "a-3-moves-left-0001.gif").read_bytes() == (stored / found.file).read_bytes()
     assert "loading" not in worker.draw(stored, prompts=["a 3 moves left"], seed=6)
     assert "loading" in worker.draw(stored, prompts=["a 3 moves left"], ema=False)
+
+
+def test_a_run_that_was_trained_again_under_its_name_is_loaded_again(stored: Path, tmp_path: Path) -> None:
+    run, worker = tmp_path / "run", Ear()
+    shutil.copytree(stored, run)
+    assert "loading" in worker.draw(run, prompts=["a 3 moves left"], steps=1)
+    manifest = next((run / "generator" / "checkpoints").glob("step-*/manifest.json"))
+    tree, weights = json.loads(manifest.read_text()), manifest.with_name("ema.safetensors")
+    save_file({name: value * 0.5 for name, value in load_file(weights).items()}, weights)
+    tree["files"][weights.name]["sha256"] = hashlib.sha256(weights.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(tree))
+    assert "loading" in worker.draw(run, prompts=["a 3 moves left"], steps=1)
 
 
 def test_a_story_is_drawn_scene_by_scene(stored: Path) -> None:

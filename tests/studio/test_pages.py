@@ -12,10 +12,11 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
+from kineograph.core.run_folder import RunFolder
 from kineograph.studio import app as app_module
 from kineograph.studio.runs import make_id
 from tests.studio.conftest import TOKEN, open_client
-from tests.studio.run_folders import PROMPTS, write_evaluation, write_gif, write_run
+from tests.studio.run_folders import PROMPTS, make_record, write_evaluation, write_gif, write_metrics, write_run
 
 
 def address(runs: Path, name: str = "demo") -> str:
@@ -134,6 +135,12 @@ def test_runs_are_compared(client: TestClient, runs: Path) -> None:
     assert "0.75" in page and "All runs have seed 0" in page
     for prompt in PROMPTS:
         assert prompt in page
+    assert page.count('data-step="100"') == 4
+    write_metrics(other, [make_record("generator", 130, 0.5)])
+    with RunFolder(other).lock():  # it trains on, and its newest pictures are still those of step 100
+        client.get("/")
+        page = client.get("/compare", params={"run": ids}).text
+    assert page.count('data-step="100"') == 4
     third = write_run(runs / "third", prompts=["something else", "and more"])
     client.get("/")
     page = client.get("/compare", params={"run": [*ids, make_id(third.resolve())]}).text

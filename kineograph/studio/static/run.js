@@ -52,10 +52,12 @@
 
   const news = document.getElementById("new-samples");
   if (news) {
-    const count = document.querySelectorAll(".wall .clip").length;
+    // Not their number: of many steps, equally many are shown.
+    const list = (page) => [...page.querySelectorAll(".wall .clip")].map((clip) => clip.dataset.sheet).join(" ");
+    const known = list(document);
     document.addEventListener("run-changed", async () => {
       const page = new DOMParser().parseFromString(await (await fetch(location.href)).text(), "text/html");
-      news.hidden = page.querySelectorAll(".wall .clip").length === count;
+      news.hidden = list(page) === known;
     });
   }
 })();
