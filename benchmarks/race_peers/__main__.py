@@ -41,6 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
 def race_peers(options: argparse.Namespace, command: str, known: Mapping[str, Contestant]) -> int:
     folder: Path = options.race
     race = _read_race(folder)
+    device, before = _name_device(), race["machine"]["device"]
+    if device != before:
+        raise InputError(f"{folder} was raced on {before}, and this machine has {device}: race its peers there")
     chosen, unable = choose_peers(options.peers, folder, known)
     seeds = options.seeds or race["request"]["seeds"]
     # Entries of other minutes, data or judges stand beside nothing in this race.
@@ -50,7 +53,7 @@ def race_peers(options: argparse.Namespace, command: str, known: Mapping[str, Co
     peers: dict[str, Any] = {
         "request": {"seeds": seeds},
         "settings": settings,
-        "machine": {"device": _name_device(), "torch": torch.__version__},
+        "machine": {"device": device, "torch": torch.__version__},
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
         "unable": unable,

@@ -99,7 +99,7 @@ def check_drawn(drawn: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _collect(metrics: dict[str, Any], skipped: dict[str, str], times: list[tuple[int, float]]) -> dict[str, Any]:
-    figures, labels, bounds = {}, {}, {}
+    figures, labels = {}, {}
     results = {}
     for name, metric in metrics.items():
         try:
@@ -110,6 +110,8 @@ def _collect(metrics: dict[str, Any], skipped: dict[str, str], times: list[tuple
         if column.metric in results and column.key in results[column.metric].values:
             figures[column.title] = results[column.metric].values[column.key]
             labels[column.title] = results[column.metric].labels
+    accuracy = labels.get("caption accuracy", {})
+    bounds = {name: accuracy[name] for name in ("ceiling", "chance") if name in accuracy}
     if "reconstructed_captions" in results:
         bounds["codec"] = results["reconstructed_captions"].values["reconstructed_captions"]
     timed = times[1:] or times

@@ -115,7 +115,12 @@ def train_codec(track: Track) -> tuple[Any, Any]:
     width = fit_size(build, track.count_ours(track.codec), 16)
     stage = track.begin("codec", track.codec)
     vae = build(width).to(track.device)
-    note_codec(track, stage, codes)
+    note_codec(track, codes)
+    return vae, train_vae(track, stage, vae)
+
+
+def train_vae(track: Track, stage: Stage, vae: Any) -> Any:
+    """By reconstruction and the quantizer's loss. → the average of its weights"""
     average = average_weights(vae)
 
     def loss(batch: Any) -> Tensor:
@@ -124,10 +129,10 @@ def train_codec(track: Track) -> tuple[Any, Any]:
         return vae.recon_loss_fn(vae.decode(latents), images) + quantizer.sum()
 
     stage.train(make_step(stage, loss, torch.optim.Adam(vae.parameters(), lr=3e-4 * track.rate), average=average))
-    return vae, average
+    return average
 
 
-def note_codec(track: Track, stage: Stage, codes: int) -> None:
+def note_codec(track: Track, codes: int) -> None:
     track.note(f"codec: {codes:,} codes; reconstruction and the quantizer's loss (which it drops without a GAN)")
     track.note("codec: neither GAN nor perceptual loss: VGG cannot be fetched, and our plan has neither")
 

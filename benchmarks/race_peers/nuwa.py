@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks.peers import get_trainable_parameters
 from benchmarks.race_peers.contestant import Contestant, Trained
-from benchmarks.race_peers.muse import count_codes, count_halvings
-from benchmarks.race_peers.track import Track, average_weights, fit_size, make_step
+from benchmarks.race_peers.muse import count_codes, count_halvings, note_codec, train_vae
+from benchmarks.race_peers.track import Track, fit_size, make_step
 
 
 def train(track: Track) -> Trained:
@@ -101,18 +101,9 @@ def train_codec(track: Track) -> tuple[Any, Any]:
     width = fit_size(build, track.count_ours(track.codec), 16)
     stage = track.begin("codec", track.codec)
     codec = build(width).to(track.device)
-    track.note(f"codec: {codes:,} codes; reconstruction and the quantizer's loss (which it drops without a GAN)")
-    track.note("codec: neither GAN nor perceptual loss: VGG cannot be fetched, and our plan has neither")
+    note_codec(track, codes)
     track.note("codec: Adam 3e-4 and EMA 0.995, our choice")
-    average = average_weights(codec)
-
-    def loss(batch: Any) -> Tensor:
-        images = rearrange(batch.video, "b t c h w -> (b t) c h w")
-        latents, _, quantizer = codec.encode(images)
-        return codec.recon_loss_fn(codec.decode(latents), images) + quantizer.sum()
-
-    stage.train(make_step(stage, loss, torch.optim.Adam(codec.parameters(), lr=3e-4 * track.rate), average=average))
-    return codec, average
+    return codec, train_vae(track, stage, codec)
 
 
 PEER = Contestant("nuwa", "nuwa-pytorch", "0.7.8", "nuwa_pytorch", train)

@@ -106,7 +106,7 @@ def train_codec(track: Track) -> tuple[Any, Any]:
     width = fit_size(build, track.count_ours(track.codec), 8 * plan.heads)
     stage = track.begin("codec", track.codec)
     codec = build(width).to(track.device)
-    note_codec(track, stage, codes)
+    note_codec(track, codes)
     average = average_weights(codec)
     quantizer: list[Tensor] = []
     codec.vq.register_forward_hook(lambda layer, given, output: quantizer.append(output[2]))

@@ -144,9 +144,9 @@ def _evaluation_cells(
     cells = {"caption accuracy": accuracy}
     for name in ATTRIBUTES:
         cells[f"  {name} right"] = _result_cell(run, main, newest, name, _percent, None)
-    codec = next(
-        (name for name in stages if issubclass(find_task(tree["stages"][name]["task"]), SupportsReconstruction)), None
-    )
+    codecs = [name for name in stages if issubclass(find_task(tree["stages"][name]["task"]), SupportsReconstruction)]
+    named = (tree["stages"][main].get("codec"), main)  # of a cascade, the codec that the judged stage draws with
+    codec = next((name for name in (*named, *codecs) if name in codecs), None)
     codec_task = find_task(tree["stages"][codec]["task"]) if codec is not None else None
     has_codes = codec_task is not None and issubclass(codec_task, Codec) and codec_task.has_codebook
     for row, metric, key, text in (

@@ -16,6 +16,7 @@ from benchmarks.race_peers import judge, report
 from benchmarks.race_peers.contestant import Contestant, count_trained, load_contestants
 from benchmarks.race_peers.track import Bf16Failed, Stage, TextStandIn, Words, fit_size
 from kineograph.core.errors import InputError, RunFailed
+from kineograph.evaluate.metric_api import Result
 
 JUDGE = {"samples": 2, "metrics": None, "extractors": []}
 DATA = {"source": "moving_digits", "size": 32, "frames": 1, "glyphs": 3, "grid": 4, "count": 400}
@@ -130,6 +131,14 @@ def test_another_judge_or_another_learning_rate_is_another_entry(run, race):
     record["request"]["judge"]["samples"] = 4
     (race / "race.json").write_text(json.dumps(record))
     assert run(lambda name, seed: entry(), "--peers", "muse")[1] == ["muse-0"]
+
+
+def test_another_device_than_that_of_the_race_is_refused(run, race, capsys):
+    record = json.loads((race / "race.json").read_text())
+    record["machine"]["device"] = "a GPU"
+    (race / "race.json").write_text(json.dumps(record))
+    assert run(lambda name, seed: entry()) == (2, [])
+    assert "was raced on a GPU, and this machine has CPU" in capsys.readouterr().err
 
 
 def test_a_crash_is_a_failure_with_its_last_line(tmp_path, monkeypatch):
@@ -277,6 +286,12 @@ def test_drawn_pixels_must_have_the_shape_and_be_finite():
 def test_metrics_are_those_of_the_race_and_the_bound_of_captions():
     record = {"entries": {"a": {"figures": {"caption accuracy": 1.0, "steps": 3}}, "b": {"failure": "x"}}}
     assert judge.find_metrics(record) == ["caption_accuracy", "reconstructed_captions"]
+
+
+def test_a_peer_is_told_from_chance_as_ours_are():
+    result = Result({"caption_accuracy": 0.02}, {"ceiling": 1.0, "chance": 0.02, "count": 256})
+    found = judge._collect({"caption_accuracy": SimpleNamespace(compute=lambda: result)}, {}, [(1, 1.0)])
+    assert found["bounds"] == {"ceiling": 1.0, "chance": 0.02}
 
 
 def test_shared_parameters_are_counted_once():

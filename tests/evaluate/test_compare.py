@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 from PIL import Image
 
 from kineograph.core.errors import InputError
@@ -106,6 +107,14 @@ def test_a_codec_without_codes_is_not_asked_for_their_use(tmp_path, monkeypatch)
     monkeypatch.setattr(TinyCodec, "has_codebook", False)  # as of continuous latents
     smooth = compare([make_run(tmp_path / "smooth", "tokenizer").path]).missing()
     assert any("PSNR" in line for line in smooth) and not any("codebook" in line for line in smooth)
+
+
+def test_the_codec_of_a_cascade_is_that_of_the_judged_stage(full):
+    tree = full.config()
+    tree["stages"] = {"small": tree["stages"]["tokenizer"], **tree["stages"]}
+    full.config_file.write_text(yaml.safe_dump(tree, sort_keys=False))
+    results_file.add_results(full, "validation", "small", 20, {"reconstruction": Result({"psnr": 11.0})})
+    assert compare([full.path]).rows()["PSNR, dB"][0].value == 21.5
 
 
 def test_a_judgement_of_an_older_checkpoint_says_so(full):
