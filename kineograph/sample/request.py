@@ -1,6 +1,6 @@
 """One request for samples, from the command line (or Python) through the sampler to the JSON sidecar beside the media.
 
-An option is declared here and, with its help text, in cli.py. The sidecar and the command line in it follow from these fields.
+An option is declared here and, with its help text, in cli/sampling.py. The sidecar and the command line in it follow from these fields.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kineograph import cli
+from kineograph.cli import sampling
 from kineograph.core.errors import InputError
 from kineograph.sample import command
 from kineograph.sample.request import SampleRequest
@@ -21,7 +22,7 @@ NAMES = {item.name for item in fields(SampleRequest)}
 
 
 def test_every_field_is_an_option_of_the_commands():
-    sample, story = (set(inspect.signature(function).parameters) for function in (cli.sample, cli.story))
+    sample, story = (set(inspect.signature(function).parameters) for function in (sampling.sample, sampling.story))
     assert sample - {"out", "format", "trust", "prompts_file"} == NAMES - {"overlap"}
     assert story - {"out", "format", "scenes", "trust"} == NAMES - {"prompts", "count", "size", "mask", "batch"}
 
