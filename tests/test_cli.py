@@ -147,6 +147,8 @@ def test_python_dash_m(tmp_path: Path) -> None:
         (["train", "toy.yaml", "train.accumulate=3"], "does not divide"),
         (["train", "toy.yaml", "data.source=folder", "data.folder=gone"], "gone"),
         (["train", "gone.yaml"], "gone.yaml does not exist"),
+        (["evaluate", "gone", "--metrics", ","], "',' names nothing: give names"),
+        (["race", "digits", "--families", " , "], "names nothing: give names"),
         (["train", "toy.yaml", "--resume", "must"], "holds no run to resume"),
         (["train", "toy.yaml", "--dry-run", "train.stepps=3"], "did you mean train.steps?"),
         (["doctor", "toy.yaml", "train.stepps=3"], "did you mean train.steps?"),

@@ -214,6 +214,7 @@ def race(
     """
     from kineograph.race.command import race as run_race
 
+    metrics = ",".join(split_names(metrics) or ()) or None
     print(
         run_race(
             data, setting or [], run=run, families=split_names(families), minutes=minutes, seeds=seeds, metrics=metrics,
@@ -224,7 +225,12 @@ def race(
 
 
 def split_names(names: str | None) -> list[str] | None:
-    return [name.strip() for name in names.split(",") if name.strip()] if names else None
+    found = [name.strip() for name in (names or "").split(",") if name.strip()]
+    if names is not None and not found:
+        from kineograph.core.errors import InputError
+
+        raise InputError(f"{names!r} names nothing: give names with commas between them, or leave the option out")
+    return found or None
 
 
 def _make_metric_options(parameters: dict[str, Any]) -> Any:
