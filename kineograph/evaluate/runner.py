@@ -28,7 +28,7 @@ from kineograph.evaluate import results_file
 from kineograph.evaluate.console import format_value
 from kineograph.evaluate.extractor.registry import Extractors, parse_choices
 from kineograph.evaluate.metric_api import MetricSkipped, Result
-from kineograph.evaluate.picture_sets import PictureSet, open_folder, open_split, read_at
+from kineograph.evaluate.picture_sets import MediaFolder, PictureSet, open_folder, open_split, read_at
 from kineograph.evaluate.saved_statistics import (
     SUFFIX,
     SavedStatistics,
@@ -185,6 +185,11 @@ def evaluate(
                 reasons[name].append(MetricSkipped(f"prompts have nothing real to compare with; {remedy}"))
     tree = folder.config()
     run_seed = int(tree.get("seed", 0))
+    # Found out before any stage is evaluated; a training may replace the newest checkpoint until then.
+    checkpoints.select(folder.checkpoints(main), checkpoint)
+    files = None
+    if reference is not None and reference != "train" and statistics is None:
+        files = open_folder(Path(reference), limit=reference_items, note=note)
     for name in names:
         step = checkpoints.select(folder.checkpoints(name), checkpoint if name == main else "last").step
         spec = read_stage(tree, name)
@@ -216,9 +221,7 @@ def evaluate(
             prompts=asked.request if asked is not None else None,
         )
         if reference is not None and name == main:
-            evaluator.reference = statistics or _open_reference(
-                str(reference), evaluator, dataset, reference_items, note
-            )
+            evaluator.reference = statistics or _open_reference(files, evaluator, dataset, reference_items, note)
         results, sheets = evaluator.run(chosen, reasons)
         if distributed.is_first():
             stem = f"{split}-{name}-step-{step:08d}"
@@ -356,14 +359,14 @@ def _check_reference(
 
 
 def _open_reference(
-    reference: str, evaluator: StageEvaluator, dataset: Any, limit: int | None, note: Callable[[str], None]
+    files: MediaFolder | None, evaluator: StageEvaluator, dataset: Any, limit: int | None, note: Callable[[str], None]
 ) -> PictureSet:
-    """The training split, or a folder, read as the stage reads its data, in the size of its samples."""
+    """A folder, read as the stage reads its data, in the size of its samples; None: the training split."""
     data, shape = evaluator.spec.data, evaluator.shape
-    if reference == "train":
-        resize = partial(resize_reference, evaluator.task)
-        return open_split(data, "train", evaluator.run_seed, "training split", limit, resize, dataset, note)
-    return read_at(open_folder(Path(reference), limit=limit, note=note), shape, data.fps)
+    if files is not None:
+        return read_at(files, shape, data.fps)
+    resize = partial(resize_reference, evaluator.task)
+    return open_split(data, "train", evaluator.run_seed, "training split", limit, resize, dataset, note)
 
 
 def _save_statistics(statistics: SavedStatistics, path: Path, evaluation: Evaluation) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_atomic
+from kineograph.media.filenames import check_writable
 from kineograph.race.results import COLUMNS, Column, Figures, Score, find_order, join_seeds, rank_families
 from kineograph.train.health import YOUNG_STEPS
 
@@ -156,6 +157,7 @@ def check_board(path: Path) -> None:
     """Refuse a file that the race did not write, before hours of training."""
     if path.suffix.lower() != ".md":
         raise InputError(f"--board {path}: the board is Markdown; end its name with .md")
+    check_writable(path.parent)
     if path.exists() and not path.read_bytes().startswith(HEAD.encode()):
         raise InputError(f"--board {path} exists and is no board of a race: name another file")
 

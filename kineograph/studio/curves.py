@@ -174,6 +174,7 @@ _TITLES = {
 _PARTS = re.compile(r"time/(data|forward|backward|optimizer|sync)_ms")
 _LEFT_OUT = (
     "ema_decay",
+    "time/share",
     "time/slowest_rank",
     "time/slowest_behind_ms",
     "time/validation_seconds",

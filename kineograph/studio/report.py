@@ -11,6 +11,7 @@ from typing import Any
 
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.run_folder import RunFolder, write_atomic
+from kineograph.media.filenames import check_writable
 from kineograph.studio.clips import make_sheet
 from kineograph.studio.run_files import OutsideRun
 from kineograph.studio.runs import Run, describe_run
@@ -45,8 +46,9 @@ def write_report(
         raise InputError(
             "kineo report needs jinja2, which is not installed: pip install 'kineograph[studio]'"
         ) from None
-    if out.suffix.lower() not in (".html", ".htm"):
+    if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
         raise InputError(f"--out {out} is not a name for a page: use one that ends in .html")
+    check_writable(out.parent)
     if not folders:
         raise InputError("nothing to report: name run folders (kineo runs lists them)")
     runs = [_open_run(folder) for folder in folders]

@@ -187,6 +187,16 @@ def test_a_metric_by_dotted_path_sees_held_out_prompts(run):
         evaluate(run.path, ["caption-acuracy"], samples=2, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"), [({"checkpoint": 7}, "no checkpoint of step 7"), ({"reference": "nowhere"}, "does not exist")]
+)
+def test_what_is_not_there_is_refused_before_any_stage_is_evaluated(tmp_path, changes, words):
+    run = make_run(tmp_path / "run")
+    with pytest.raises(InputError, match=words):
+        evaluate(run.path, samples=4, device="cpu", **changes)
+    assert not (run.path / "evaluation.json").exists()
+
+
 def test_results_of_other_splits_checkpoints_and_metrics_stay(tmp_path):
     run = make_run(tmp_path / "run", "tokenizer", step=10)
     evaluate(run.path, ["loss"], samples=4, device="cpu")

@@ -139,6 +139,9 @@ def test_a_board_holds_many_races_and_the_newest_of_each(tmp_path: Path) -> None
     assert "| phenaki | 0.600 |" in text and "| phenaki | 0.700 |" in text and "0.500" not in text
     assert text.index("2 minutes") < text.index("5 minutes")
     check_board(board)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="file is a file; use another folder"):
+        check_board(tmp_path / "file" / "board.md")
     (tmp_path / "README.md").write_bytes("# Größe\n".encode("latin-1"))
     with pytest.raises(InputError, match="is no board of a race"):
         check_board(tmp_path / "README.md")

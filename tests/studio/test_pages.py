@@ -133,6 +133,7 @@ def test_runs_are_compared(client: TestClient, runs: Path) -> None:
     assert "stages.generator.train.lr" in page and "0.0005" in page
     assert "stages.generator.train.steps" not in page
     assert "0.75" in page and "All runs have seed 0" in page
+    assert "step 100, 64 samples, extractor reader abc" in page
     for prompt in PROMPTS:
         assert prompt in page
     assert page.count('data-step="100"') == 4

@@ -99,6 +99,7 @@ def test_a_damaged_run_is_reported_as_such(tmp_path: Path) -> None:
     [
         (["demo"], "report.pdf", "ends in .html"),
         ([], "r.html", "name run folders"),
+        (["demo"], "demo/config.yaml/r.html", "is a file; use another folder"),
         (["nothing"], "r.html", "is not a run"),
     ],
 )
