@@ -14,6 +14,10 @@ from kineograph.data.open_source import is_location
 from kineograph.evaluate.run_summary import Cell, RunSummary, summarize_run
 
 MISSING = object()  # a key that a run's config does not have
+# Keys of data.*, or of a part of a mix, that change nothing about held-out items.
+TRAINING_ONLY = (
+    "max_unreadable", "shuffle", "shuffle_tags", "resample", "flip", "rotate", "crop", "crop_area", "crop_aspect"
+)  # fmt: skip
 RATES = ("caption accuracy", "  digit right", "  colour right", "  direction right", "  place right", "codebook use")
 _COLOURS = ("#1f6fb2", "#d1495b", "#2e933c", "#8e5ea2", "#e08e2b", "#4aa3a2", "#7a6f5d", "#c2649a")
 
@@ -53,7 +57,9 @@ class Comparison:
         digests = {run.items for run in summaries}
         # The same items may lie in several places, and other items in the same one.
         keys = [
-            key for key in summaries[0].data if key != "max_unreadable" and (None in digests or not is_location(key))
+            key
+            for key in summaries[0].data
+            if key.rpartition(".")[2] not in TRAINING_ONLY and (None in digests or not is_location(key))
         ]
         lines = []
         for key in keys:

@@ -43,6 +43,7 @@ PROTOCOL = (  # labels that must agree where values are compared
     "count",
     "real",
     "frames",
+    "tokens",
     "real frames",
     "subsets",
     "splits",

@@ -179,6 +179,18 @@ def test_different_data_are_named(full, tmp_path, capsys):
     tree["stages"]["generator"]["data"] = {**(tree["stages"]["generator"].get("data") or {}), "size": [64, 64]}
     other.write_config(tree)
     found = compare([full.path, same.path, other.path])
+    tree["stages"]["generator"]["data"] |= {"flip": 0.5, "shuffle": False}
+    other.config_file.write_text(yaml.safe_dump(tree))
+    tree = same.config()
+    tree["stages"]["generator"]["data"] = {
+        **(tree["stages"]["generator"].get("data") or {}),
+        "flip": 0.0,
+        "shuffle": True,
+    }
+    same.config_file.write_text(yaml.safe_dump(tree))
+    found = compare([same.path, other.path])
+    assert [line[:10] for line in found.data_differences()] == ["data.size:"], "others change the training only"
+    found = compare([full.path, same.path, other.path])
     (line,) = found.data_differences()
     assert line.startswith("data.size: ") and line.endswith("[64, 64] in other")
     assert found.json()["data differences"] == [line]
