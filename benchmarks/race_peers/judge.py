@@ -116,4 +116,5 @@ def _collect(metrics: dict[str, Any], skipped: dict[str, str], times: list[tuple
         bounds["codec"] = results["reconstructed_captions"].values["reconstructed_captions"]
     timed = times[1:] or times
     figures["samples/s"] = sum(rows for rows, _ in timed) / sum(seconds for _, seconds in timed)
-    return {"figures": figures, "labels": labels, "bounds": bounds, "skipped": skipped}
+    judged = sum(rows for rows, _ in times)
+    return {"figures": figures, "labels": labels, "bounds": bounds, "samples": judged, "skipped": skipped}

@@ -86,10 +86,13 @@ def find_families_without_progress(record: dict[str, Any]) -> dict[str, str]:
     families: dict[str, list[str]] = {}
     for entry in record["entries"].values():
         if "figures" in entry:
-            families.setdefault(entry["family"], []).append(
-                _explain_entry(entry, record["request"]["judge"]["samples"])
-            )
+            families.setdefault(entry["family"], []).append(_explain_entry(entry, _count_samples(entry, record)))
     return {family: reasons[0] for family, reasons in families.items() if all(reasons)}
+
+
+def _count_samples(entry: dict[str, Any], record: dict[str, Any]) -> int:
+    """How many samples of an entry were judged: no more than there are held-out items."""
+    return int(entry.get("samples", record["request"]["judge"]["samples"]))
 
 
 def _explain_entry(entry: dict[str, Any], samples: int) -> str:
@@ -140,13 +143,14 @@ def show_board(record: dict[str, Any]) -> None:
 def make_markdown(record: dict[str, Any]) -> str:
     """A section of a board."""
     head, rows = make_rows(record)
-    machine, judge = record["machine"], record["request"]["judge"]
+    machine = record["machine"]
+    judged = [entry for entry in record["entries"].values() if "figures" in entry]
+    samples = max((_count_samples(entry, record) for entry in judged), default=0)
     lines = [f"## {make_title(record)}", ""]
     lines += [f"`{record['command']}`", ""]
     lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows), ""]
     lines += [
-        f"{record['date']}; kineograph {machine['kineograph']}, torch {machine['torch']}; "
-        f"{judge['samples']} held-out prompts.",
+        f"{record['date']}; kineograph {machine['kineograph']}, torch {machine['torch']}; {samples} held-out prompts.",
         "",
     ]
     remarks = [f"- {' '.join(line.split())}" for line in list_remarks(record)]

@@ -168,6 +168,7 @@ def _is_entry(entry: Any) -> bool:
         isinstance(entry, dict)
         and entry.get("family") in list_families()
         and isinstance(entry.get("failure", ""), str)
+        and isinstance(entry.get("samples", 0), int)
         and holds_numbers("figures")
         and holds_numbers("bounds")
     )

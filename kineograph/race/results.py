@@ -52,7 +52,7 @@ class Score:
 
 
 def collect_figures(run: Path, metrics: str | None = None) -> tuple[Figures, dict[str, Any]]:
-    """The figures of an entry by column title, and its bounds and labels. `metrics`: those of the judge; None: all."""
+    """The figures of an entry by column title, and its bounds, labels and judged samples. `metrics`: those of the judge; None: all."""
     folder = RunFolder.existing(run)
     results = _select_metrics(results_file.read_results(folder), metrics)
     stages = list(folder.config()["stages"])
@@ -67,7 +67,9 @@ def collect_figures(run: Path, metrics: str | None = None) -> tuple[Figures, dic
     records = filter(None, (_find_newest(results, stages, name) for name in _list_metrics(results)))
     drawn = [record for record in records if isinstance(record.get("drawn_per_second"), int | float)]
     if drawn:
-        figures["samples/s"] = max(drawn, key=lambda record: str(record.get("date")))["drawn_per_second"]
+        newest = max(drawn, key=lambda record: str(record.get("date")))
+        figures["samples/s"] = newest["drawn_per_second"]
+        extra["samples"] = newest["samples"]
     accuracy = extra["labels"].get("caption accuracy", {})
     extra["bounds"] = {name: accuracy[name] for name in ("ceiling", "chance") if name in accuracy}
     reconstructed = _find_newest(results, stages, "reconstructed_captions")

@@ -77,11 +77,18 @@ def test_figures_are_those_of_the_newest_judging(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
 
     def judged(metric: str, day: int, rate: float) -> dict[str, Any]:
-        return {"values": {metric: 1.0}, "labels": {}, "drawn_per_second": rate, "date": f"2026-11-{day:02d}"}
+        return {
+            "values": {metric: 1.0},
+            "labels": {},
+            "drawn_per_second": rate,
+            "samples": 200,
+            "date": f"2026-11-{day:02d}",
+        }
 
     records = {"kid": judged("kid", 19, 8.0), "fid": judged("fid", 18, 2.0)}
     write_json(tmp_path / "evaluation.json", {"results": {"validation": {"generator/step-00000100": records}}})
     assert collect_figures(tmp_path)[0].items() >= {"FID": 1.0, "KID": 1.0, "samples/s": 8.0}.items()
+    assert collect_figures(tmp_path)[1]["samples"] == 200
     assert "FID" not in collect_figures(tmp_path, "kid, is")[0], "an earlier judge computed it"
 
 
@@ -107,8 +114,9 @@ def test_families_at_chance_are_named_and_a_race_of_these_alone_fails() -> None:
     assert explain_empty_race(tree) is None
     assert "no family learned anything in --minutes 5" in str(explain_empty_race(record(phenaki=[0.0])))
     tree = record(phenaki=[0.0])
-    tree["request"]["judge"]["samples"] = 3  # too few to tell
+    tree["entries"]["phenaki-0"]["samples"] = 3  # held-out items: too few to tell
     assert explain_empty_race(tree) is None
+    assert "; 3 held-out prompts." in make_markdown(tree)
     del tree["entries"]["phenaki-0"]["figures"]["caption accuracy"]  # data without a reader
     assert explain_empty_race(tree) is None
     tree["entries"]["phenaki-0"]["figures"] |= {"steps": 6, "minutes": 7.0}
