@@ -135,20 +135,11 @@ def main(words: list[str]) -> None:
     for part, rows in results.items():
         for row, figures in rows.items():
             print(f"{part:>6}  {row:<32} " + "  ".join(f"{value:g} {key}" for key, value in figures.items()))
-    _write_results(results, options.out, words)
-
-
-def _write_results(results: dict[str, Any], out: Path, words: list[str]) -> None:
     import torch
 
-    from benchmarks import machine
-    from benchmarks.measure import measure_matmul_flops
-    from benchmarks.report import ResultFile, format_command, make_record
+    from benchmarks.report import write_results
 
-    cpu = torch.device("cpu")
-    facts = machine.describe(cpu, measure_matmul_flops(cpu, small=True))
-    run = make_record(facts, format_command("benchmarks.reading", words), reading=results)
-    print(f"written: {ResultFile(out, f'reading-{machine.slugify_device(cpu)}').write(run)}")
+    print(f"written: {write_results(options.out, 'reading', words, torch.device('cpu'), reading=results)}")
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -9,11 +9,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import Machine
-from benchmarks.measure import Timing
+from benchmarks.machine import Machine, describe, slugify_device
+from benchmarks.measure import Timing, measure_matmul_flops
 
 PARAMETERS_APART = 0.05
 """Largest relative difference of parameter counts for a like-for-like comparison."""
@@ -140,6 +141,13 @@ def to_json(rows: list[Row], machine: Machine, command: str) -> dict[str, Any]:
 def make_record(machine: Machine, command: str, **results: Any) -> dict[str, Any]:
     """Results with the date, the command and the hardware."""
     return {"date": date.today().isoformat(), "command": command, "machine": asdict(machine), **results}
+
+
+def write_results(out: Path, name: str, words: list[str], device: torch.device, **results: Any) -> Path:
+    """Write results of `python -m benchmarks.NAME WORDS`."""
+    facts = describe(device, measure_matmul_flops(device, small=True))
+    run = make_record(facts, format_command(f"benchmarks.{name}", words), **results)
+    return ResultFile(out, f"{name}-{slugify_device(device)}").write(run)
 
 
 def format_command(module: str, words: list[str]) -> str:

@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks import machine
-from benchmarks.measure import measure_matmul_flops, synchronise
-from benchmarks.report import ResultFile, format_command, make_record
+from benchmarks.measure import synchronise
+from benchmarks.report import write_results
 from kineograph.core.batch import Batch
 from kineograph.core.config import StageConfig
 from kineograph.core.noise import Noise
@@ -136,9 +135,7 @@ def main(words: list[str]) -> None:
     for name, value in results.items():
         print(f"{name:26} {value:10.3f}")
     if options.out is not None:
-        facts = machine.describe(device, measure_matmul_flops(device, True))
-        run = make_record(facts, format_command("benchmarks.saving", words), saving=results)
-        print(f"written: {ResultFile(options.out, f'saving-{machine.slugify_device(device)}').write(run)}")
+        print(f"written: {write_results(options.out, 'saving', words, device, saving=results)}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,11 @@ def main(words: list[str]) -> None:
     for row in rows:
         shares = [row[kind] / first[kind] * first["processes"] / row["processes"] for kind in ("data", "train")]
         print(f"{row['processes']:>9} {row['data']:>10.1f} {shares[0]:>14.2f} {row['train']:>10.1f} {shares[1]:>14.2f}")
-    _write_results(rows, options.out, words)
+    import torch
+
+    from benchmarks.report import write_results
+
+    print(f"written: {write_results(options.out, 'scaling', words, torch.device('cpu'), rows=rows)}")
 
 
 def _measure_world(processes: int, seconds: float) -> dict[str, Any]:
@@ -122,19 +126,6 @@ def _measure_rate(call: Any, samples: int, seconds: float) -> float:
         call()
     distributed.barrier()
     return samples * calls / (time.perf_counter() - start)
-
-
-def _write_results(rows: list[dict[str, Any]], out: Path, words: list[str]) -> None:
-    import torch
-
-    from benchmarks import machine
-    from benchmarks.measure import measure_matmul_flops
-    from benchmarks.report import ResultFile, format_command, make_record
-
-    cpu = torch.device("cpu")
-    facts = machine.describe(cpu, measure_matmul_flops(cpu, small=True))
-    run = make_record(facts, format_command("benchmarks.scaling", words), rows=rows)
-    print(f"written: {ResultFile(out, f'scaling-{machine.slugify_device(cpu)}').write(run)}")
 
 
 def _build_parser() -> argparse.ArgumentParser:
