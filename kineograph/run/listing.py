@@ -159,8 +159,8 @@ def _read_newest(path: Path) -> tuple[dict[str, int], dict[str, float]]:
 
 
 def _find_newest_accuracy(results: results_file.Results) -> float | None:
-    """The newest caption accuracy of any stage."""
-    evaluated = [metrics for checkpoints in results.values() for metrics in checkpoints.values()]
+    """The newest caption accuracy of any stage on the validation split: those of other prompts do not compare."""
+    evaluated = results.get("validation", {}).values()
     measured = [metrics["caption_accuracy"] for metrics in evaluated if "caption_accuracy" in metrics]
     newest = max(measured, key=lambda result: str(result.get("date")), default={})
     accuracy = newest.get("values", {}).get("caption_accuracy")

@@ -90,6 +90,11 @@ def test_scores_and_age(tmp_path):
     )
     row = one(tmp_path, "run")
     assert (row.best, row.accuracy) == (0.25, 0.8)
+    tree = json.loads((run.path / "evaluation.json").read_text())
+    prompts = {"caption_accuracy": {"values": {"caption_accuracy": 0.1}, "date": "2099-01-01T00:00:00+00:00"}}
+    tree["results"]["prompts-mine-0a1b2c"] = {"generator/step-00000020": prompts}
+    (run.path / "evaluation.json").write_text(json.dumps(tree))
+    assert one(tmp_path, "run").accuracy == 0.8
     assert row.age < 60
     an_hour_ago = time.time() - 3 * 3600
     for path in (run.path, *run.path.rglob("*")):
