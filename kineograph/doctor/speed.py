@@ -11,6 +11,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.data.decoded_cache import keep_if_small
 from kineograph.data.loader import Loader
+from kineograph.doctor.machine import release_memory
 from kineograph.doctor.step_trace import fill_text_embeddings
 from kineograph.stage.build import PlanBuilder
 from kineograph.stage.data import StageData, count_workers
@@ -55,6 +56,7 @@ def time_steps(
     compiled = train.compile is True
     changes = {"batch_size": samples, "accumulate": 1, "compile": compiled, "parallel": ParallelConfig()}
     torch.manual_seed(0)
+    release_memory()  # of the stages that were timed before
     enable_flash_attention_3(device)
     task = builder.build(stage.name, device)
     stepper = Stepper(task, train.model_copy(update=changes), stage.players, device)

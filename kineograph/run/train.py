@@ -242,7 +242,7 @@ class _StageTraining:
             stop=run.stop,
             quiet=run.quiet,
             rank_log=run.rank_log,
-            step_flops=count_step_flops(run.plan, stage, task, data, self.device, run.note),
+            step_flops=count_step_flops(run.plan, stage, task, data, loader.source, self.device, run.note),
             warm_started=stage.spec.config.init is not None,
             started=started,
         )
