@@ -292,4 +292,6 @@ def _parse_device(name: str) -> torch.device:
         raise InputError(
             f"device {name} is not there: this machine has {count} CUDA devices; use auto or cpu (kineo doctor shows more)"
         )
+    if device.type == "cuda" and device.index is not None and local_world() > 1:
+        raise InputError(f"device {name} is one GPU for {local_world()} processes: use auto, which gives each its own")
     return device
