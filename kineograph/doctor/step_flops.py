@@ -32,7 +32,7 @@ def count_step_flops(
     precision = resolve_precision(train.precision, device)
     known = train.peak_tflops
     peak = known * 1e12 if known is not None else peak_flops(torch.cuda.get_device_name(device), precision)
-    rows = max(1, train.batch_size // train.accumulate)
+    rows = train.micro_batch_size
     # MFU counts useful work: without recomputation, and the same for any number of processes.
     plain = train.model_copy(update={"checkpointing": False, "parallel": ParallelConfig()})
     try:

@@ -84,6 +84,11 @@ class Plan:
         """Each stage draws its own random numbers."""
         return key_of(self.seed, name) >> 1
 
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Those of all stages."""
+        return tuple(dict.fromkeys(name for stage in self.stages for name in stage.train.trackers))
+
     def tree(self) -> Tree:
         """The fully resolved config, which repeats the run."""
         return {

@@ -42,9 +42,6 @@ class StageClock:
             None  # until when the schedule has moved; None: the first step of a process compiles
         )
 
-    def start(self) -> None:
-        self._started = time.monotonic()
-
     def seconds(self) -> float:
         return self._elapsed + time.monotonic() - self._started
 

@@ -76,8 +76,8 @@ class TrainerHooks:
     step_flops: StepFlops | None = None
     warm_started: bool = False
     """Whether the stage starts from trained weights."""
-    started: float | None = None
-    """When this process began to work on the stage, by time.monotonic; None: when it begins to train. train.minutes counts from there."""
+    started: float = field(default_factory=lambda: time.monotonic())
+    """When this process began to work on the stage, from where train.minutes counts."""
 
 
 ENDLESS = 2**40  # steps that no stage reaches before its time is over
@@ -151,8 +151,6 @@ class Trainer:
     def fit(self, cursor: Cursor) -> None:
         """Train from `cursor` to the end. However it ends, saves that have begun are completed first."""
         config = self.config
-        if self.hooks.started is None:
-            self.clock.start()
         with self.saver, self.progress.show(cursor.step):
             self.stepper.task.train()
             if config.save_first and cursor == Cursor():

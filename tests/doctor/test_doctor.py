@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -634,6 +635,7 @@ def test_a_dry_run_fails_as_training_would(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     Path("toy.yaml").write_text(yaml.safe_dump(TREE, sort_keys=False))
     os.mkdir("empty")
+    monkeypatch.setitem(sys.modules, "wandb", None)
     for words, message in (
         (["data.source=folder", "data.folder=empty"], "holds nothing to train on"),
         (["data.source=folder", "data.folder=gone"], "gone"),
@@ -641,6 +643,7 @@ def test_a_dry_run_fails_as_training_would(tmp_path: Path, monkeypatch: pytest.M
         (["stages.second.codec=runs/none/first"], "not a run folder"),
         (["train.precision=fp16"], "needs a GPU"),
         (["train.stepps=3"], "did you mean train.steps"),
+        (["stages.second.train.trackers=[wandb]"], "wandb, which is not installed"),
     ):
         with pytest.raises((ConfigError, InputError), match=message):
             dry_run(["toy.yaml", *words])
