@@ -159,7 +159,7 @@ def lock_cache(folder: Path, exclusive: bool = False) -> IO[bytes] | None:
 
 
 def list_stale(folder: Path, keep: Collection[Path]) -> list[Path]:
-    """What no set in `keep` needs: other sets, packs without one of its rows, caches of earlier versions. `keep` may name any of them."""
+    """Folders that no set in `keep` needs: other sets, packs without one of its rows, caches of earlier versions. `keep` may name any of them."""
     kept = {path.resolve() for path in keep}
     for path in list(kept):
         cache_set = CacheSet.read(path)

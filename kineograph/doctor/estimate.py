@@ -59,7 +59,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one stage takes. `speed` is None if no step was timed; `not_timed` says why."""
+    """The memory, arithmetic and time of one stage. `speed` is None if no step was timed; `not_timed` says why."""
 
     stage: StagePlan
     task: str

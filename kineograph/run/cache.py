@@ -84,7 +84,7 @@ class StageCache:
 
     @cached_property
     def content(self) -> CacheContent:
-        """What it should hold now."""
+        """The rows that it should hold now."""
         spec, config = self.stage.spec, self.stage.spec.config
         tree = config.model_dump(mode="json")
         references = [key for key in config.references if isinstance(getattr(config, key), str)]

@@ -69,7 +69,7 @@ CURVES_EVERY = 60.0  # seconds; drawing the curves takes about one
 
 @dataclass(frozen=True)
 class _Subjects:
-    """What samples are drawn for."""
+    """The rows to draw, with the items behind them."""
 
     rows: list[Row]
     captions: list[str]  # the label of each sample

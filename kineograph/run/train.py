@@ -54,7 +54,7 @@ from kineograph.train.trainer import Trainer, TrainerHooks, describe_failure, sa
 
 @dataclass(frozen=True)
 class _Run:
-    """What the stages of a run share while they train."""
+    """Shared by the stages of a run while they train."""
 
     plan: Plan
     folder: RunFolder

@@ -34,7 +34,7 @@ class BatchConfig(Config):
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What builds a stage: its Task, the Task's config and the data it reads."""
+    """The parts that a stage is built of: its Task, the Task's config and the data it reads."""
 
     name: str
     task: type[Task]

@@ -17,7 +17,7 @@ MAX_BF16_SUM = 64
 
 
 def warn_of_bf16_weights(task: Task, config: TrainConfig, players: Mapping[str, PlayerConfig]) -> list[str]:
-    """What trained bf16 weights lose by this config, each with a remedy."""
+    """Warnings, each with a remedy, if trained bf16 weights lose updates or gradients to rounding."""
     if not any(p.requires_grad and p.dtype == torch.bfloat16 for p in task.parameters()):
         return []
     lines = []

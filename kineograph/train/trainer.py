@@ -57,7 +57,7 @@ class BatchSource(Protocol):
 
 @dataclass
 class TrainerHooks:
-    """What the Trainer calls and where it writes; run/train.py fills it in."""
+    """The functions that the Trainer calls and the places where it writes, from run/train.py."""
 
     checkpoints: Path
     log: Callable[[Record], None]

@@ -644,6 +644,7 @@ def test_a_dry_run_fails_as_training_would(tmp_path: Path, monkeypatch: pytest.M
         (["train.precision=fp16"], "needs a GPU"),
         (["train.stepps=3"], "did you mean train.steps"),
         (["stages.second.train.trackers=[wandb]"], "wandb, which is not installed"),
+        (["stages.second.train.parallel={layout: shard, offload: true}"], "works in a process group only"),
     ):
         with pytest.raises((ConfigError, InputError), match=message):
             dry_run(["toy.yaml", *words])
