@@ -274,9 +274,15 @@ def gather_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def resolve_device(name: str = "auto") -> torch.device:
-    """`auto` is this process's GPU where there is one."""
-    if name != "auto":
-        return _parse_device(name)
+    """`auto` is this process's GPU where there is one. A GPU becomes the current one, to which new streams and events belong."""
+    device = _parse_device(name) if name != "auto" else _choose_device()
+    # Before CUDA is initialised, GPU 0 is the current one: a process that computes nothing takes no memory of it.
+    if device.type == "cuda" and device.index is not None and (device.index or torch.cuda.is_initialized()):
+        torch.cuda.set_device(device)
+    return device
+
+
+def _choose_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank() % torch.cuda.device_count())
     return torch.device("cpu")

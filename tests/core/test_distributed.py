@@ -42,7 +42,10 @@ def test_those_who_see_the_same_data_are_counted_once() -> None:
 def test_several_processes_do_not_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert distributed.resolve_device("cuda:1") == torch.device("cuda:1")
+    assert current == [torch.device("cuda:1")], "streams and events belong to the current device"
     monkeypatch.setattr(distributed, "local_world", lambda: 2)
     assert distributed.resolve_device("cuda") == torch.device("cuda")
     with pytest.raises(InputError, match="device cuda:1 is one GPU for 2 processes: use auto"):
