@@ -26,7 +26,7 @@ from kineograph.core import distributed, heartbeat
 from kineograph.core.errors import RunFailed, Stopped
 from kineograph.core.text_file import parse_json
 from kineograph.train import checkpoint
-from kineograph.train.dtensors import full_tensor
+from kineograph.train.dtensors import to_local
 
 TIMEOUT = timedelta(hours=1)  # for the slowest rank's shards
 
@@ -140,8 +140,9 @@ class Saver:
     def _copy(self, kind: str, group: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copy to the host what this rank writes."""
         if distributed.world() == 1:
-            full = {name: full_tensor(value).detach() for name, value in group.items()}
-            return {name: self._buffers.copy(f"{kind}/{name}", value) for name, value in full.items()}
+            return {
+                name: self._buffers.copy(f"{kind}/{name}", to_local(value).detach()) for name, value in group.items()
+            }
         from kineograph.train.distributed_checkpoint import slices_to_write
 
         return {
