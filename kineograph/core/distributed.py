@@ -291,9 +291,12 @@ def _choose_device() -> torch.device:
 def _parse_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
+        is_available = torch.get_device_module(device).is_available()
     except RuntimeError:
         raise InputError(f"device {name!r} is not known: use auto, cpu, cuda or cuda:1") from None
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type != "cuda" and not is_available:
+        raise InputError(f"device {name} is not there: use auto or cpu (kineo doctor shows more)")
+    count = torch.cuda.device_count() if is_available else 0
     if device.type == "cuda" and (device.index or 0) >= count:
         raise InputError(
             f"device {name} is not there: this machine has {count} CUDA devices; use auto or cpu (kineo doctor shows more)"

@@ -39,6 +39,12 @@ def test_those_who_see_the_same_data_are_counted_once() -> None:
     assert run_ranks(4, work) == [[[rank % 2, rank % 2 + 2], [0, 1, 2, 3]] for rank in range(4)]
 
 
+@pytest.mark.parametrize(("name", "reason"), [("meta", "not known"), ("tpu", "not known"), ("xpu", "not there")])
+def test_a_device_that_torch_knows_and_nobody_has_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(InputError, match=f"{name}'? is {reason}: use auto"):
+        distributed.resolve_device(name)
+
+
 def test_several_processes_do_not_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
