@@ -45,7 +45,7 @@ _POLL = 0.5  # seconds between looks at what other processes have appended
 
 @dataclass
 class CacheContent:
-    """What a stage's cache should hold."""
+    """The rows that a stage's cache should hold."""
 
     stage: str
     folder: Path  # of the packs and sets
@@ -216,7 +216,7 @@ class CacheFiller:
             )
 
     def _select_fields(self, fields: dict[str, Tensor], batch: Batch, frames: int) -> dict[str, Tensor]:
-        """What a row holds: one of KINDS, what goes with it, and the batch's frame mask and fps."""
+        """The fields of a row: one of KINDS, what goes with it, and the batch's frame mask and fps."""
         kind = next(kind for kind in KINDS if kind in fields)
         selected = {name: fields[name] for name in (kind, *SIDE_FIELDS) if name in fields}
         if frames > 1:  # clips may stand beside stills and shorter ones

@@ -20,6 +20,7 @@ from kineograph.core.errors import InputError
 from kineograph.core.notes import Note
 from kineograph.core.run_folder import write_atomic
 from kineograph.core.text_file import parse_json, read_regular
+from kineograph.core.units import format_size
 from kineograph.data.arrays import load_npy
 from kineograph.data.buckets import BucketsConfig
 from kineograph.data.open_source import Split
@@ -158,7 +159,7 @@ def lock_cache(folder: Path, exclusive: bool = False) -> IO[bytes] | None:
 
 
 def list_stale(folder: Path, keep: Collection[Path]) -> list[Path]:
-    """What no set in `keep` needs: other sets, packs without one of its rows, caches of earlier versions. `keep` may name any of them."""
+    """Folders that no set in `keep` needs: other sets, packs without one of its rows, caches of earlier versions. `keep` may name any of them."""
     kept = {path.resolve() for path in keep}
     for path in list(kept):
         cache_set = CacheSet.read(path)
@@ -177,7 +178,7 @@ def prune(folder: Path, keep: Collection[Path], note: Note) -> int:
 
 
 def _remove(path: Path, note: Note) -> bool:
-    size, lock = format_size([path]), lock_cache(path, exclusive=True)
+    size, lock = format_disk_use([path]), lock_cache(path, exclusive=True)
     if lock is None and any((path / name).is_file() for name in _LOCKED):
         note(f"{path} is kept: a process reads it, or it cannot be written to")
         return False
@@ -204,7 +205,7 @@ def _list_entries(folder: Path) -> list[Path]:
     )
 
 
-def format_size(folders: Iterable[Path]) -> str:
+def format_disk_use(folders: Iterable[Path]) -> str:
     """Disk space in use; arrays of unfinished packs have holes."""
     files = (file for folder in folders for file in folder.rglob("*") if file.is_file())
-    return f"{sum(file.stat().st_blocks * 512 for file in files) / 2**20:,.1f} MiB"
+    return format_size(sum(file.stat().st_blocks * 512 for file in files))

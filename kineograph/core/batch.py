@@ -1,4 +1,4 @@
-"""What passes from data to models: a sample, a batch, and the prompts of a sampling call.
+"""The data of models: a sample, a batch, and the prompts of a sampling call.
 
 Pixels leave the loader as uint8 and become float in [0, 1] on the device. At every model boundary they are
 B T C H W; an image is a clip with T = 1.

@@ -1,4 +1,4 @@
-"""What only some tasks can do, one protocol each. A task declares a capability by inheriting it; callers ask with `isinstance`.
+"""Capabilities that only some tasks have, one protocol each. A task declares a capability by inheriting it; callers ask with `isinstance`.
 
 A method `can_…` says whether the stage's config allows what the class supports.
 """

@@ -274,9 +274,15 @@ def gather_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def resolve_device(name: str = "auto") -> torch.device:
-    """`auto` is this process's GPU where there is one."""
-    if name != "auto":
-        return _parse_device(name)
+    """`auto` is this process's GPU where there is one. A GPU becomes the current one, to which new streams and events belong."""
+    device = _parse_device(name) if name != "auto" else _choose_device()
+    # Before CUDA is initialised, GPU 0 is the current one: a process that computes nothing takes no memory of it.
+    if device.type == "cuda" and device.index is not None and (device.index or torch.cuda.is_initialized()):
+        torch.cuda.set_device(device)
+    return device
+
+
+def _choose_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank() % torch.cuda.device_count())
     return torch.device("cpu")
@@ -285,11 +291,16 @@ def resolve_device(name: str = "auto") -> torch.device:
 def _parse_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
+        is_available = torch.get_device_module(device).is_available()
     except RuntimeError:
         raise InputError(f"device {name!r} is not known: use auto, cpu, cuda or cuda:1") from None
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type != "cuda" and not is_available:
+        raise InputError(f"device {name} is not there: use auto or cpu (kineo doctor shows more)")
+    count = torch.cuda.device_count() if is_available else 0
     if device.type == "cuda" and (device.index or 0) >= count:
         raise InputError(
             f"device {name} is not there: this machine has {count} CUDA devices; use auto or cpu (kineo doctor shows more)"
         )
+    if device.type == "cuda" and device.index is not None and local_world() > 1:
+        raise InputError(f"device {name} is one GPU for {local_world()} processes: use auto, which gives each its own")
     return device

@@ -31,7 +31,7 @@ _PILLOW_PIXELS = 2 * 89_478_485  # Pillow refuses more
 
 
 class MediaLimits(Config):
-    """What one item may take; a larger one is unreadable."""
+    """Limits for one item; a larger one is unreadable."""
 
     pixels: int = Field(_PILLOW_PIXELS, ge=1, le=_PILLOW_PIXELS)
     """Pixels of a frame."""

@@ -20,7 +20,7 @@ File = Annotated[StrictStr, Field(min_length=1), AfterValidator(make_absolute)]
 
 
 class Prompt(Config):
-    """What a line of a prompts file holds. A field that is not set is as the command or the run has it."""
+    """One line of a prompts file. A field that is not set is as the command or the run has it."""
 
     prompt: Caption = ""
     """The caption."""

@@ -1,4 +1,4 @@
-"""What a text encoder, a CLIP and a data source promise."""
+"""The interfaces of a text encoder and of a data source."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def download(filesystem: Any, remote: str, path: str) -> None:
 
 
 def describe_failure(url: str, error: Exception) -> str:
-    """What is wrong with a URL, and the remedy. Each filesystem has its own errors."""
+    """The fault of a URL, and the remedy. Each filesystem has its own errors."""
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     if isinstance(error, ImportError):
         return f"{url} needs a package that is not installed ({reason}): install it, or download the files"

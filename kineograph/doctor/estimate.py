@@ -59,7 +59,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one stage takes. `speed` is None if no step was timed; `not_timed` says why."""
+    """The memory, arithmetic and time of one stage. `speed` is None if no step was timed; `not_timed` says why."""
 
     stage: StagePlan
     task: str
@@ -338,7 +338,13 @@ def _add_speed(estimate: Estimate, builder: PlanBuilder, data: StageData, flops:
             )
             return replace(estimate, not_timed=reason)
         samples = max(1, min(samples, int(PROBE_SECONDS / 2 / max(seconds, 1e-9))))
-    speed, peak = time_steps(builder, estimate.stage, data, estimate.target.device, samples, estimate.micro)
+    try:
+        speed, peak = time_steps(builder, estimate.stage, data, estimate.target.device, samples, estimate.micro)
+    except torch.OutOfMemoryError:
+        state = estimate.memory.total - estimate.memory.activations
+        memory = replace(estimate.memory, activations=max(estimate.memory.activations, estimate.target.free - state))
+        reason = f"a step of {samples} samples ran out of memory: it takes more than was estimated"
+        return replace(estimate, memory=memory, not_timed=reason)
     if peak is not None and samples == estimate.micro:
         state = estimate.memory.total - estimate.memory.activations - estimate.memory.text
         memory = replace(estimate.memory, activations=max(0, peak - state))

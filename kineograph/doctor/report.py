@@ -168,6 +168,8 @@ def _describe_processes(estimate: Estimate) -> list[str]:
         lines.append(
             f"blocks are sharded over {shards} processes, all else is replicated; gathered blocks are computed"
         )
+        if parallel.offload:
+            lines.append("the shards lie in main memory and are not counted")
         lines.append(f"validation gathers all blocks: {format_size(estimate.all_blocks)} more, and fewer activations")
     if parallel.layout == "hybrid" and parallel.shard is None:
         lines.append(f"assuming {world.local} processes per machine: set train.parallel.shard to be sure")
@@ -199,7 +201,7 @@ def _describe_fit(estimate: Estimate) -> str:
 
 
 def _describe_last_resort(estimate: Estimate) -> str:
-    """What to do if not even one sample fits and no setting alone is enough."""
+    """The remedy if not even one sample fits and no setting alone is enough."""
     if estimate.combined is not None:
         return f"use {' with '.join(estimate.combined[0])}"
     state = estimate.memory.total - estimate.memory.activations

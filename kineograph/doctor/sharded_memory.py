@@ -50,7 +50,9 @@ def divide_task(task: Task, parallel: ParallelConfig, world: World, precision: s
     # Whole at once: a block's weights and the prefetched next ones (without resharding all blocks), and one block's gradients.
     pairs = [sum(weights[at : at + 2]) for at in range(len(weights))]
     gathered = (max(pairs) if parallel.reshard else sum(weights)) + max(gradients)
-    return Division({key: math.ceil(n / shards) / n for key, n in rows.items()}, gathered, sum(weights))
+    # Offloaded shards lie in main memory.
+    share = {key: 0.0 if parallel.offload else math.ceil(n / shards) / n for key, n in rows.items()}
+    return Division(share, gathered, sum(weights))
 
 
 def count_shards(parallel: ParallelConfig, shape: MeshShape) -> int:

@@ -11,6 +11,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.data.decoded_cache import keep_if_small
 from kineograph.data.loader import Loader
+from kineograph.doctor.machine import release_memory
 from kineograph.doctor.step_trace import fill_text_embeddings
 from kineograph.stage.build import PlanBuilder
 from kineograph.stage.data import StageData, count_workers
@@ -55,6 +56,7 @@ def time_steps(
     compiled = train.compile is True
     changes = {"batch_size": samples, "accumulate": 1, "compile": compiled, "parallel": ParallelConfig()}
     torch.manual_seed(0)
+    release_memory()  # of the stages that were timed before
     enable_flash_attention_3(device)
     task = builder.build(stage.name, device)
     stepper = Stepper(task, train.model_copy(update=changes), stage.players, device)
@@ -62,25 +64,18 @@ def time_steps(
     task.train()
     batches, read_seconds = read_two_batches(data, samples)
     batches = [fill_text_embeddings(batch, task) for batch in batches]
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
+    stepper.timer.begin()
     first = max(0, train.steps - 8)
     stepper.step(first, [batches[0]])  # allocates the optimizer's moments and warms caches up
-    _synchronize(device)
+    stepper.timer.wait_for_device()
     started, steps = time.perf_counter(), 0
     while steps < 1 or (steps < 50 and time.perf_counter() - started < PROBE_SECONDS):
         stepper.step(first + steps % 8, [batches[steps % 2]])
         steps += 1
         if steps % 4 == 0:
-            _synchronize(device)
-    _synchronize(device)
+            stepper.timer.wait_for_device()
+    stepper.timer.wait_for_device()
     seconds = (time.perf_counter() - started) / steps
     # Micro-batches run one after another; the update itself is cheap.
     speed = Speed(seconds * micro / samples * train.accumulate, samples, steps, read_seconds, compiled)
-    return speed, torch.cuda.max_memory_allocated(device) if on_gpu else None
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return speed, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -13,7 +13,7 @@ import torch
 from kineograph.cache.fill import CacheContent, CacheFiller
 from kineograph.cache.keys import recipe_key
 from kineograph.cache.source import Cache, CacheConfig
-from kineograph.cache.store import SET, format_size, is_complete, list_stale, prune
+from kineograph.cache.store import SET, format_disk_use, is_complete, list_stale, prune
 from kineograph.core import distributed
 from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.errors import ConfigError, InputError, RunInUse
@@ -84,7 +84,7 @@ class StageCache:
 
     @cached_property
     def content(self) -> CacheContent:
-        """What it should hold now."""
+        """The rows that it should hold now."""
         spec, config = self.stage.spec, self.stage.spec.config
         tree = config.model_dump(mode="json")
         references = [key for key in config.references if isinstance(getattr(config, key), str)]
@@ -158,7 +158,7 @@ class StageCache:
         stale = [path for path in stale if not (path / SET).is_file()]  # sets take hardly any space
         if stale:
             self.note(
-                f"{self.stage.name}: {format_size(stale)} in {self.content.folder} are no longer read: "
+                f"{self.stage.name}: {format_disk_use(stale)} in {self.content.folder} are no longer read: "
                 f"kineo cache {self.folder.path} --prune removes them"
             )
 
@@ -257,7 +257,7 @@ def _prune_run(plan: Plan, folder: RunFolder, current: Collection[Path], note: N
                     continue
                 count = prune(packs, [*current, *named], note)
                 if count:
-                    note(f"{stage.name}: {format_size([packs])} kept in {packs}")
+                    note(f"{stage.name}: {format_disk_use([packs])} kept in {packs}")
                 removed += count
     except RunInUse as error:
         raise RunInUse(f"nothing was removed: {error}") from None

@@ -22,6 +22,7 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
 from kineograph.evaluate.extractor.registry import DEFAULT_WEIGHTS
 from kineograph.run.cache import check_cachable
+from kineograph.run.launch import read_launcher_env
 from kineograph.run.previews import read_prompt_rows
 from kineograph.sample.prompt_file import check_pictures
 from kineograph.stage.build import PlanBuilder, fake_tensors
@@ -72,6 +73,11 @@ def check_stages(
             if stage.train.deterministic:
                 check_deterministic_device(device)
         stage.train.parallel.mesh_shape(*(planned or distributed.current_world()))
+        if stage.train.parallel.offload and not several and read_launcher_env() is None:
+            raise ConfigError(
+                f"stages.{stage.name}.train.parallel.offload=true works in a process group only, which may be of one process: start with "
+                "torchrun --nproc-per-node 1 -m kineograph -- train …, or set offload=false"
+            )
         for metric in stage.train.metrics:
             _check_metric(metric, stage)
         check_cachable(stage, data[stage.name].source)

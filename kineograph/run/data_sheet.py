@@ -77,7 +77,7 @@ def _read(source: Source, index: int) -> Sample:
 
 
 def _show_pixels(sample: Sample) -> Tensor:
-    """T C H W, uint8. What does not count in the loss is faded to gray."""
+    """T C H W, uint8. Pixels that do not count in the loss are faded to gray."""
     assert sample.pixels is not None
     if sample.loss_mask is None:
         return sample.pixels

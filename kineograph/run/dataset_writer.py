@@ -44,7 +44,7 @@ _LINE_EVERY = 10.0  # seconds between lines when there is no terminal
 
 @dataclass(frozen=True)
 class _Job:
-    """What to write, and where."""
+    """A dataset to write, and its folder."""
 
     source: MovingDigits
     count: int

@@ -87,7 +87,7 @@ def dry_run(
     """Do everything that comes before training and write nothing: resolve, check the data, build, estimate."""
     with distributed.single_process():
         plan, folder = resolve_run(arguments, run, resume)
-        check_trackers(plan.stages[0].train.trackers)
+        check_trackers(plan.trackers, plan.stages[0].train.hub)
         state = "exists, so training would resume there" if folder.exists() else "is new"
         out(f"run folder {folder.path} {state}; {format_size(machine.free_disk(folder.path))} of disk are free")
         world = planned_world(processes)

@@ -150,7 +150,8 @@ def _initialize(env: LauncherEnv) -> None:
     backend = "gloo"
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
-        if env.local_rank >= gpus and env.local_world > gpus:
+        sees_only_its_own = "SLURM_GPUS_PER_TASK" in os.environ
+        if env.local_rank >= gpus and env.local_world > gpus and not sees_only_its_own:
             raise InputError(f"{env.local_world} processes on a machine with {gpus} GPUs: start one process per GPU")
         torch.cuda.set_device(env.local_rank % gpus)
         backend = "cpu:gloo,cuda:nccl"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from kineograph.core.errors import InputError
 from kineograph.core.registry import find_metric
 from kineograph.core.task import Task
@@ -36,7 +38,9 @@ class TrainingMetrics:
         """→ values by name (`fid`, `reconstruction/psnr`), and each metric's labels: extractor, number of samples"""
         reasons: dict[str, list[MetricSkipped]] = {name: [] for name in self.metrics}
         evaluator = self._make_evaluator(task)
-        results, _ = evaluator.run(self.metrics, reasons)
+        # In float32, as `kineo evaluate`: training's autocast is on here. Drawing turns it on again.
+        with torch.autocast(self.stages.device.type, enabled=False):
+            results, _ = evaluator.run(self.metrics, reasons)
         for name in [name for name in self.metrics if name not in results]:
             reason = "; ".join(dict.fromkeys(map(str, reasons[name]))) or (
                 f"{self.stage.spec.config.task} does not offer {', '.join(sorted(self.metrics[name].needs))}"

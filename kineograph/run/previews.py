@@ -69,7 +69,7 @@ CURVES_EVERY = 60.0  # seconds; drawing the curves takes about one
 
 @dataclass(frozen=True)
 class _Subjects:
-    """What samples are drawn for."""
+    """The rows to draw, with the items behind them."""
 
     rows: list[Row]
     captions: list[str]  # the label of each sample
@@ -108,7 +108,7 @@ class Previews:
         self._rows: list[Row] | None = None  # of the config's prompts
         # The other processes cannot know that one of them draws fewer at a time.
         self._batches = RowBatches(
-            plan.sample.rows, device, most=min(MOST, self._micro), measure=False, retry=not distributed.is_active(),
+            plan.sample.rows, device, most=min(MOST, stage.train.micro_batch_size), measure=False, retry=not distributed.is_active(),
             key="sample.batch", note=lambda line: self.note(f"{stage.name}: {line}"),
         )  # fmt: skip
 
@@ -246,16 +246,11 @@ class Previews:
         write_json(out / "prompts.json", listed)
         write_atomic(out / "latents.txt", "".join(f"{caption}\n" for caption in subjects.captions))
 
-    @property
-    def _micro(self) -> int:
-        """Rows of a training micro-batch: as many are drawn and decoded at a time."""
-        return max(1, self.stage.train.batch_size // self.stage.train.accumulate)
-
     def _map_in_parts(self, batch: Batch, function: Callable[[Batch], Tensor]) -> Tensor:
         """Apply a function to a few rows at a time. → the results on the CPU; empty except on the first data rank"""
         if distributed.data_rank():
             return torch.empty(0)
-        rows, micro = range(len(batch)), self._micro
+        rows, micro = range(len(batch)), self.stage.train.micro_batch_size
         parts = [function(batch.rows(rows[start : start + micro]).to(self.device)) for start in rows[::micro]]
         return torch.cat([part.float().cpu() for part in parts])
 

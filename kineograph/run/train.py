@@ -54,7 +54,7 @@ from kineograph.train.trainer import Trainer, TrainerHooks, describe_failure, sa
 
 @dataclass(frozen=True)
 class _Run:
-    """What the stages of a run share while they train."""
+    """Shared by the stages of a run while they train."""
 
     plan: Plan
     folder: RunFolder
@@ -92,8 +92,7 @@ def train(
         if any(stage.train.deterministic for stage in plan.stages):
             set_deterministic_environment()
         set_group_timeout(max(stage.train.timeout for stage in plan.stages))
-        tracker_names: list[str] = list(dict.fromkeys(name for stage in plan.stages for name in stage.train.trackers))
-        check_trackers(tracker_names, plan.stages[0].train.hub)
+        check_trackers(plan.trackers, plan.stages[0].train.hub)
         data: dict[str, StageData] = {}
         for stage in plan.stages:
             if not stage.spec.config.skip:
@@ -102,10 +101,8 @@ def train(
         begun = any(checkpoint.saved_steps(folder.checkpoints(stage.name)) for stage in plan.stages)
         check_stages(plan, data, folder, building=not distributed.broadcast_object(begun))
         with _lock(folder), closing(RankLog(folder.path)) as rank_log, rank_log.capture_warnings():
-            opened = open_trackers(
-                tracker_names, folder.path, plan.name, plan.tree(), plan.stages[0].train.wandb, plan.stages[0].train.hub
-            )
-            trackers = dict(zip(tracker_names, opened, strict=False))
+            first = plan.stages[0].train
+            trackers = open_trackers(plan.trackers, folder.path, plan.name, plan.tree(), first.wandb, first.hub)
             note = rank_log.with_note(note)
             try:
                 _train_stages(_Run(plan, folder, StopRequest(), trackers, rank_log, note, on_log, quiet), data)
@@ -242,7 +239,7 @@ class _StageTraining:
             stop=run.stop,
             quiet=run.quiet,
             rank_log=run.rank_log,
-            step_flops=count_step_flops(run.plan, stage, task, data, self.device, run.note),
+            step_flops=count_step_flops(run.plan, stage, task, data, loader.source, self.device, run.note),
             warm_started=stage.spec.config.init is not None,
             started=started,
         )

@@ -34,7 +34,7 @@ class BatchConfig(Config):
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What builds a stage: its Task, the Task's config and the data it reads."""
+    """The parts that a stage is built of: its Task, the Task's config and the data it reads."""
 
     name: str
     task: type[Task]
@@ -83,6 +83,11 @@ class Plan:
     def stage_seed(self, name: str) -> int:
         """Each stage draws its own random numbers."""
         return key_of(self.seed, name) >> 1
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Those of all stages."""
+        return tuple(dict.fromkeys(name for stage in self.stages for name in stage.train.trackers))
 
     def tree(self) -> Tree:
         """The fully resolved config, which repeats the run."""

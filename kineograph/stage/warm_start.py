@@ -105,7 +105,7 @@ def _find_checkpoint(stage: StagePlan, loader: StageLoader) -> checkpoint.Checkp
 
 @contextmanager
 def _open_init(stage: StagePlan, loader: StageLoader, note: Note) -> Iterator[_Init | None]:
-    """What a stage starts from, fetched if it lies elsewhere; None without `init`, or once the stage has its own checkpoint."""
+    """Fetch the weights that a stage starts from, if they lie elsewhere; None without `init`, or once the stage has its own checkpoint."""
     init = stage.spec.config.init
     if init is None or checkpoint.latest(loader.run.checkpoints(stage.name)) is not None:
         yield None

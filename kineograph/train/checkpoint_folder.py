@@ -1,4 +1,4 @@
-"""What a stage's folder of checkpoints says without its tensors: steps, phase, the best one. Imports no torch: listings stay fast."""
+"""Reads a stage's folder of checkpoints without its tensors: steps, phase, the best one. Imports no torch: listings stay fast."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _read_phase(path: Path) -> dict[str, Any]:
-    """What finished phases changed of the state. If it is damaged, the phases of this step run again."""
+    """Read the keys of the state that finished phases changed. If they are damaged, the phases of this step run again."""
     saved = read_json(path / "phase.json")
     state = {key: saved[key] for key in _PHASE_KEYS if key in saved}
     if find_odd_value(state) is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from kineograph.core import distributed
@@ -37,23 +38,31 @@ class StageClock:
         """`elapsed`: seconds in earlier processes; `started`: when this one began, by time.monotonic."""
         self._elapsed = elapsed
         self._started = time.monotonic() if started is None else started
-        self._began = 0.0  # of the step in progress
-        self._compiles = True  # in the first step of a process
-
-    def start(self) -> None:
-        self._started = time.monotonic()
+        self._counted: float | None = (
+            None  # until when the schedule has moved; None: the first step of a process compiles
+        )
 
     def seconds(self) -> float:
         return self._elapsed + time.monotonic() - self._started
 
-    def begin_step(self) -> None:
-        self._began = self.seconds()
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """The time inside does not move the schedule."""
+        began = self.seconds()
+        try:
+            yield
+        finally:
+            if self._counted is not None:
+                self._counted += self.seconds() - began
 
     def end_step(self, share: float, budget: float) -> float:
-        """The share of the schedule after a step, the same in all processes."""
+        """The share of the schedule after a step, the same in all processes.
+
+        A step counts from the end of the one before: the host waits for a GPU in between, when it logs.
+        """
         now = self.seconds()
-        spent = 0.0 if self._compiles else now - self._began
-        self._compiles = False
+        spent = 0.0 if self._counted is None else now - self._counted
+        self._counted = now
         return float(distributed.broadcast_object(next_share(share, spent, budget - now)))
 
 

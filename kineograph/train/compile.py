@@ -1,4 +1,4 @@
-"""What torch.compile compiles of a task, and how."""
+"""Compiles a task with torch.compile: its targets or its blocks, with or without CUDA graphs."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class DataProbe:
             self._differ = self._differ or any(not torch.equal(value, first) for value in values)
 
     def summary(self) -> dict[str, Any]:
-        """What the other processes need to know, as JSON."""
+        """The facts that `check` joins over processes, as JSON."""
         part: dict[str, Any] = {"items": self._items, "kind": self._kind, "differ": self._differ or self._first is None}
         # Captions that are embedded already are not known.
         part["captions"] = sorted(self._captions)[:2] if self._all_have_captions else []

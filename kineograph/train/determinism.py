@@ -1,6 +1,6 @@
 """`train.deterministic`: the same command on the same kind of device gives the same losses and weights, bit by bit.
 
-Data order, noise and drawings are keyed (core/noise.py) and need no switch. What varies is the order of additions: kernels with atomic
+Data order, noise and drawings are keyed (core/noise.py) and need no switch. The order of additions varies: kernels with atomic
 additions (the backward passes of attention and of indexing), algorithms that libraries choose by timing them, and NVSwitch reductions.
 """
 

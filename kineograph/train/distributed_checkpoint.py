@@ -52,7 +52,7 @@ def slice_of(value: Tensor) -> TensorSlice:
 
 
 def slices_to_write(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, TensorSlice]]:
-    """What this process writes, one by one, so that all processes together write every element once.
+    """The slices that this process writes, one by one. All processes together write every element once.
 
     Replicas take turns from tensor to tensor, and plain tensors go to the process with the least to write so far. Every process
     computes the same assignment. Strided DTensors are no single slice: all processes gather them, one at a time, and one writes.

@@ -22,7 +22,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def local_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """What an optimizer updates: the parameter, or its local shard in the same memory."""
+    """The parameter that an optimizer updates: this one, or its local shard in the same memory."""
     if not isinstance(parameter, DTensor):
         return parameter
     return nn.Parameter(to_local(parameter.detach()), requires_grad=parameter.requires_grad)

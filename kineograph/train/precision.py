@@ -17,7 +17,7 @@ MAX_BF16_SUM = 64
 
 
 def warn_of_bf16_weights(task: Task, config: TrainConfig, players: Mapping[str, PlayerConfig]) -> list[str]:
-    """What trained bf16 weights lose by this config, each with a remedy."""
+    """Warnings, each with a remedy, if trained bf16 weights lose updates or gradients to rounding."""
     if not any(p.requires_grad and p.dtype == torch.bfloat16 for p in task.parameters()):
         return []
     lines = []
@@ -34,9 +34,10 @@ def warn_of_bf16_weights(task: Task, config: TrainConfig, players: Mapping[str, 
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """`auto` → bf16 on GPUs that have it, fp32 elsewhere: CPUs run bf16 many times slower."""
+    """`auto` → bf16 on GPUs that have it, fp32 elsewhere: CPUs, and GPUs before Ampere, which emulate it, run it many times slower."""
     if precision == "auto":
-        return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bf16" if has_bf16 else "fp32"
     if precision == "fp16" and device.type != "cuda":
         raise ConfigError(f"train.precision=fp16 needs a GPU, and this is {device.type}: use fp32 or auto")
     return precision

@@ -1,4 +1,4 @@
-"""What the console shows while a stage trains: a progress bar on a terminal, otherwise a line every 15 seconds."""
+"""The progress of a stage on the console: a bar on a terminal, otherwise a line every 15 seconds."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from kineograph.core import distributed, heartbeat
 from kineograph.core.errors import RunFailed, Stopped
 from kineograph.core.text_file import parse_json
 from kineograph.train import checkpoint
-from kineograph.train.dtensors import full_tensor
+from kineograph.train.dtensors import to_local
 
 TIMEOUT = timedelta(hours=1)  # for the slowest rank's shards
 
@@ -37,6 +37,7 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._last_copy: Any = None  # a CUDA event
+        self._device: torch.device | None = None  # to which it belongs
 
     def copy(self, name: str, value: Tensor) -> Tensor:
         """Return the buffer that holds `value` as it is now, once `wait` has returned."""
@@ -45,14 +46,16 @@ class HostBuffers:
             buffer = self._buffers[name] = _allocate_like(value)
         buffer.copy_(value, non_blocking=True)
         if value.is_cuda:
-            self._last_copy = self._last_copy or torch.cuda.Event()
-            self._last_copy.record()
+            self._last_copy, self._device = self._last_copy or torch.cuda.Event(), value.device
+            self._last_copy.record(torch.cuda.current_stream(value.device))
         return buffer
 
     def wait(self) -> None:
         """Wait until all copies are complete."""
         if self._last_copy is not None:
-            self._last_copy.synchronize()
+            # A new thread is on GPU 0, where waiting would create a context of half a gigabyte for every process.
+            with torch.cuda.device(self._device):
+                self._last_copy.synchronize()
 
 
 def _allocate_like(value: Tensor) -> Tensor:
@@ -137,8 +140,9 @@ class Saver:
     def _copy(self, kind: str, group: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copy to the host what this rank writes."""
         if distributed.world() == 1:
-            full = {name: full_tensor(value).detach() for name, value in group.items()}
-            return {name: self._buffers.copy(f"{kind}/{name}", value) for name, value in full.items()}
+            return {
+                name: self._buffers.copy(f"{kind}/{name}", to_local(value).detach()) for name, value in group.items()
+            }
         from kineograph.train.distributed_checkpoint import slices_to_write
 
         return {

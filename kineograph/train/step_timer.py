@@ -65,6 +65,12 @@ class StepTimer:
         self.own_ms: dict[str, float] = {}  # this rank's parts in the last report
         self.reset()
 
+    def begin(self) -> None:
+        """Begin to measure a stage. The peak of a GPU's memory would otherwise be that of the stages before, too."""
+        if self._uses_events:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self.reset()
+
     def reset(self) -> None:
         """Begin a new interval between two reports."""
         self._began = time.monotonic()
@@ -109,6 +115,11 @@ class StepTimer:
         self._marks[-1].append((name, now))
 
     # Between steps ---------------------------------------------------------------------------------------------------
+
+    def wait_for_device(self) -> None:
+        """Wait until a GPU has computed the steps that the host gave it."""
+        if self._uses_events:
+            torch.cuda.synchronize(self._device)
 
     @contextmanager
     def outside(self, what: Literal["data", "pause"]) -> Iterator[None]:

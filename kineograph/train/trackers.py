@@ -57,17 +57,16 @@ def open_trackers(
     config: Mapping[str, Any],
     wandb: WandbConfig | None = None,
     hub: HubConfig | None = None,
-) -> list[Tracker]:
+) -> dict[str, Tracker]:
     """Open the trackers of run `name` in `folder`, on rank 0 only."""
-    check_trackers(names)
     if not distributed.is_first():
-        return []
+        return {}
     opened: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoard(folder / "tensorboard", config),
         "wandb": lambda: WeightsAndBiases(folder, name, config, wandb),
         "hub": lambda: HubFolder(folder, name, config, hub),
     }
-    return [opened[tracker]() for tracker in dict.fromkeys(names)]
+    return {tracker: opened[tracker]() for tracker in dict.fromkeys(names)}
 
 
 def check_trackers(names: Collection[str], hub: HubConfig | None = None) -> None:

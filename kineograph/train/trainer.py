@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,7 +57,7 @@ class BatchSource(Protocol):
 
 @dataclass
 class TrainerHooks:
-    """What the Trainer calls and where it writes; run/train.py fills it in."""
+    """The functions that the Trainer calls and the places where it writes, from run/train.py."""
 
     checkpoints: Path
     log: Callable[[Record], None]
@@ -75,8 +76,8 @@ class TrainerHooks:
     step_flops: StepFlops | None = None
     warm_started: bool = False
     """Whether the stage starts from trained weights."""
-    started: float | None = None
-    """When this process began to work on the stage, by time.monotonic; None: when it begins to train. train.minutes counts from there."""
+    started: float = field(default_factory=lambda: time.monotonic())
+    """When this process began to work on the stage, from where train.minutes counts."""
 
 
 ENDLESS = 2**40  # steps that no stage reaches before its time is over
@@ -150,8 +151,6 @@ class Trainer:
     def fit(self, cursor: Cursor) -> None:
         """Train from `cursor` to the end. However it ends, saves that have begun are completed first."""
         config = self.config
-        if self.hooks.started is None:
-            self.clock.start()
         with self.saver, self.progress.show(cursor.step):
             self.stepper.task.train()
             if config.save_first and cursor == Cursor():
@@ -162,7 +161,7 @@ class Trainer:
                 self.saver.wait()
             if self.config.health != "off" and schedule_position(config, cursor) < config.steps:
                 self._report(self.health.check_start(), cursor.step, "train")
-            self.timer.reset()
+            self.timer.begin()
             batches = self.data.steps(cursor.step, cursor.step + ENDLESS if self.is_timed else config.steps)
             share = cursor.share.now
             while not is_finished(config, cursor):
@@ -171,24 +170,30 @@ class Trainer:
                 if cursor.phase == "train":
                     share = self._train_step(cursor, batches)
                 else:
-                    with self.timer.outside("pause"):
+                    with self._pause():
                         is_best = self._run_phase(cursor.phase, cursor.step)
                 phase, cursor = cursor.phase, advance(config, cursor, share)
                 stopping = self.hooks.stop.agree()
-                with self.timer.outside("pause"):
-                    if phase == "save" or is_best or stopping:
+                if phase == "save" or is_best or stopping:
+                    with self._pause():
                         self._save(cursor)
-                    elif phase != "train" and self.saved_step == cursor.step:
-                        self._note_phase(cursor)
+                elif phase != "train" and self.saved_step == cursor.step:
+                    self._note_phase(cursor)
                 if stopping and not is_finished(config, cursor):
                     raise self._stopped(cursor.step)
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Leave the time inside out of the throughput and the schedule of train.minutes; steps that the device still computes count."""
+        self.timer.wait_for_device()
+        with self.timer.outside("pause"), self.clock.pause():
+            yield
 
     # Phases ----------------------------------------------------------------------------------------------------------
 
     def _train_step(self, cursor: Cursor, batches: Iterator[list[Batch]]) -> float:
         """Make the update from `cursor.step`. → how far the clock is then, with train.minutes."""
         step, config = cursor.step, self.config
-        self.clock.begin_step()
         micro_batches = self._next_batches(batches, cursor)
         self._probe_data(micro_batches, step)
         position = schedule_position(config, cursor)
@@ -219,7 +224,7 @@ class Trainer:
             with allow_all_algorithms():
                 write_files = self.hooks.draw_samples(step, self.stepper)
             self.saver.then(write_files)
-        elif phase == "publish" and distributed.is_first():
+        elif phase == "publish":
             self._publish(step)
         elif phase == "check":
             self._check_end(step)
@@ -322,9 +327,11 @@ class Trainer:
         self.progress.note(f"{self.stage}  step {step}  {text}")
 
     def _publish(self, step: int) -> None:
-        if self.hooks.publish is not None and self.saved_step == step:
-            self.saver.wait()
-            self.hooks.publish(checkpoint.checkpoint_at(self.hooks.checkpoints, step), step == self.best_step)
+        """Upload the checkpoint in the background: other processes would wait no longer than train.timeout."""
+        publish = self.hooks.publish
+        if publish is not None and self.saved_step == step:
+            saved, is_best = checkpoint.checkpoint_at(self.hooks.checkpoints, step), step == self.best_step
+            self.saver.then(lambda: publish(saved, is_best))
 
     # Health ----------------------------------------------------------------------------------------------------------
 

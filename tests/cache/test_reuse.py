@@ -392,7 +392,7 @@ def test_pruning_leaves_what_is_read(run: Path, tmp_path: Path) -> None:
     assert [row for row in content(after) if row[0] != name] == [row for row in rows if row[0] != name]
     assert any("1 items encoded" in line for line in lines)
     assert any(line.startswith(f"{before} removed (") for line in lines)
-    assert f"MiB kept in {after.parent}" in lines[-1]
+    assert f"B kept in {after.parent}" in lines[-1]
     assert packs(after)  # packs in which rows of the set lie, also where one row is no longer read
     for clip in list((tmp_path / "clips").glob("*.gif")):
         change_clip(tmp_path / "clips", clip.name)

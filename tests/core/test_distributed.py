@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from kineograph.core import distributed
+from kineograph.core.errors import InputError
 from tests.train.ranks import run_ranks
 
 
@@ -35,6 +37,25 @@ def test_those_who_see_the_same_data_are_counted_once() -> None:
         return [distributed.data_all_gather_object(rank), distributed.all_gather_object(rank)]
 
     assert run_ranks(4, work) == [[[rank % 2, rank % 2 + 2], [0, 1, 2, 3]] for rank in range(4)]
+
+
+@pytest.mark.parametrize(("name", "reason"), [("meta", "not known"), ("tpu", "not known"), ("xpu", "not there")])
+def test_a_device_that_torch_knows_and_nobody_has_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(InputError, match=f"{name}'? is {reason}: use auto"):
+        distributed.resolve_device(name)
+
+
+def test_several_processes_do_not_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert distributed.resolve_device("cuda:1") == torch.device("cuda:1")
+    assert current == [torch.device("cuda:1")], "streams and events belong to the current device"
+    monkeypatch.setattr(distributed, "local_world", lambda: 2)
+    assert distributed.resolve_device("cuda") == torch.device("cuda")
+    with pytest.raises(InputError, match="device cuda:1 is one GPU for 2 processes: use auto"):
+        distributed.resolve_device("cuda:1")
 
 
 def test_people_hear_the_first_process_alone() -> None:

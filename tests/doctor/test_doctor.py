@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from PIL import Image
 
 from kineograph.cli import main
+from kineograph.core.batch import Sample
 from kineograph.core.capabilities import HasMemorySavers
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import Loss, Mean
+from kineograph.data.moving_digits import MovingDigits
 from kineograph.doctor import estimate, machine, report, speed
 from kineograph.doctor.estimate import Estimate, micro_batch
 from kineograph.doctor.report import describe_estimate
+from kineograph.doctor.step_flops import count_step_flops
 from kineograph.doctor.step_trace import trace_step
 from kineograph.run import layers
 from kineograph.run.dry_run import dry_run, examine
@@ -161,6 +167,31 @@ def test_savings_are_real() -> None:
     assert generator.tokens == 16
 
 
+class Tokens(MovingDigits):
+    """Digits as a cache holds them: encoded."""
+
+    fields = frozenset({"tokens"})
+
+    def read(self, index: int, rng: np.random.Generator | None = None) -> Sample:
+        sample = super().read(index, rng)
+        return replace(sample, pixels=None, tokens=torch.zeros(1, 4, 4, dtype=torch.int64))
+
+
+def test_a_cache_spares_the_arithmetic_of_the_encoder() -> None:
+    plan, data, builder = opened(MUSE, "train.peak_tflops=1")
+    stage, cpu = plan.stages[1], torch.device("cpu")
+    digits = data["generator"].source
+    assert isinstance(digits, MovingDigits)
+    task, notes = builder.build("generator", cpu), list[str]()
+    encoding, cached = (
+        count_step_flops(plan, stage, task, data["generator"], source, cpu, notes.append)
+        for source in (digits, Tokens(digits.config, "train"))
+    )
+    assert not notes
+    assert encoding is not None and cached is not None
+    assert 0 < cached.flops < 0.9 * encoding.flops
+
+
 def test_players_that_join_late_are_counted() -> None:
     late, never = (
         estimated(tokenizer_with(adversarial=adversarial))[0] for adversarial in ({"width": 8, "start": 20}, None)
@@ -273,6 +304,18 @@ def test_what_does_not_fit_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(estimate, "free_memory", lambda device: state // 2)
     _, hopeless = estimated(TREE)
     assert "make the model smaller or use a larger device" in told(hopeless)
+
+
+def test_a_step_that_runs_out_of_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(estimate, "time_steps", run_out)
+    _, data, builder = opened(TREE)
+    found = estimate.estimate_stage(builder, builder.plan.stages[1], data["second"])
+    text = "\n".join(describe_estimate(found, data["second"]))
+    assert "DOES NOT FIT" in text
+    assert "not timed: a step of 8 samples ran out of memory: it takes more than was estimated" in text
 
 
 def test_two_switches_together_where_one_is_not_enough() -> None:
@@ -592,6 +635,7 @@ def test_a_dry_run_fails_as_training_would(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     Path("toy.yaml").write_text(yaml.safe_dump(TREE, sort_keys=False))
     os.mkdir("empty")
+    monkeypatch.setitem(sys.modules, "wandb", None)
     for words, message in (
         (["data.source=folder", "data.folder=empty"], "holds nothing to train on"),
         (["data.source=folder", "data.folder=gone"], "gone"),
@@ -599,6 +643,8 @@ def test_a_dry_run_fails_as_training_would(tmp_path: Path, monkeypatch: pytest.M
         (["stages.second.codec=runs/none/first"], "not a run folder"),
         (["train.precision=fp16"], "needs a GPU"),
         (["train.stepps=3"], "did you mean train.steps"),
+        (["stages.second.train.trackers=[wandb]"], "wandb, which is not installed"),
+        (["stages.second.train.parallel={layout: shard, offload: true}"], "works in a process group only"),
     ):
         with pytest.raises((ConfigError, InputError), match=message):
             dry_run(["toy.yaml", *words])

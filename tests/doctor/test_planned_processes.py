@@ -100,6 +100,16 @@ def test_blocks_that_stay_gathered_take_more() -> None:
     assert kept.total - freed.total == kept.gathered - freed.gathered
 
 
+def test_shards_in_main_memory_take_none_of_the_gpu() -> None:
+    keys = "{layout: shard, offload: true}"
+    kept, moved = held(2, "train.parallel=shard"), held(2, f"train.parallel={keys}")
+    for part in ("weights", "gradients", "optimizer", "ema"):
+        assert getattr(moved, part) < getattr(kept, part)
+    assert (moved.activations, moved.gathered) == (kept.activations, kept.gathered)
+    assert "the shards lie in main memory and are not counted" in said(2, keys)
+    assert held(1, f"train.parallel={keys}") == held(1), "one process keeps them on its GPU"
+
+
 def test_sharding_is_a_switch_beside_other_processes() -> None:
     deep = "stages.generator.depth=2"
     assert planned(2, deep, tree=MUSE).savings["train.parallel=shard"] == held(2, "train.parallel=shard", deep)

@@ -8,13 +8,16 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from kineograph.run import layers
+from kineograph.core.errors import InputError
+from kineograph.run import launch, layers
 from kineograph.run.launch import read_launcher_env
 from kineograph.run.plan import make_plan
 from kineograph.train.step_timer import PARTS
@@ -34,6 +37,22 @@ CONFIG = {
                       "adversarial": {"weight": 0}, "perceptual": {"weight": 0}},
     },
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("bound_by_slurm", [False, True])
+def test_a_process_may_see_its_own_gpu_only(monkeypatch: pytest.MonkeyPatch, bound_by_slurm: bool) -> None:
+    chosen: list[int] = []
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # restored after the test
+    if bound_by_slurm:
+        monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(launch, "_init_process_group", lambda backend, env: None)
+    with nullcontext() if bound_by_slurm else pytest.raises(InputError, match="start one process per GPU"):
+        launch._initialize(launch.LauncherEnv("srun", 3, 4, 3, 4, "127.0.0.1", 29400))
+    assert chosen == [0] * bound_by_slurm
 
 
 # What the document says ------------------------------------------------------------------------------------------

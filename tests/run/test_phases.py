@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,10 +17,14 @@ import torch
 from PIL import Image
 
 from kineograph.core.errors import ConfigError, InputError, Stopped
+from kineograph.core.run_folder import RunFolder
+from kineograph.core.task import Task
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Result
 from kineograph.evaluate.runner import evaluate
 from kineograph.run.listing import list_runs
+from kineograph.run.metrics import TrainingMetrics
 from kineograph.run.previews import Previews
+from kineograph.stage.load import StageLoader
 from kineograph.train import checkpoint
 from kineograph.train.trainer import Trainer
 from tests.run import clip_tasks
@@ -370,6 +375,21 @@ def test_tensorboard_has_each_point_once_after_a_kill(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("generator/validation/metric/loss")] == [3, 5, 8]
     assert [event.step for event in events.Scalars("generator/validation/loss")] == [3, 5, 8]
     assert [event.step for event in events.Scalars("generator/train/loss")] == list(range(1, 9))
+
+
+def test_metrics_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+
+    def run(*_: Any) -> tuple[dict[str, Result], None]:
+        found.append(torch.is_autocast_enabled("cpu"))
+        return {}, None
+
+    metrics = object.__new__(TrainingMetrics)
+    metrics.metrics, metrics.stages = {}, StageLoader(RunFolder("none"))
+    monkeypatch.setattr(metrics, "_make_evaluator", lambda task: SimpleNamespace(run=run), raising=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        metrics(1, Task())
+    assert found == [False]
 
 
 def test_checkpoints_go_to_the_tracker_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,19 @@ import pytest
 import torch
 from torch import nn
 
+from kineograph.core.device_copy import fetch_floats
 from kineograph.core.errors import ConfigError, InputError, Stopped
 from kineograph.run.dry_run import dry_run
 from kineograph.run.listing import read_run
 from kineograph.run.plan import make_plan
 from kineograph.train import checkpoint, clock
+from kineograph.train import trainer as trainer_module
 from kineograph.train.clock import Share, StageClock, next_share, read_share
 from kineograph.train.config import EmaConfig, TrainConfig
 from kineograph.train.ema import Ema
 from kineograph.train.phases import Cursor, due_phases
 from kineograph.train.progress_bar import Progress
+from kineograph.train.stepper import Stepper
 from kineograph.train.trainer import Trainer
 from tests.run import clip_tasks
 from tests.train.ranks import run_ranks
@@ -84,6 +88,38 @@ def test_phases_keep_their_share_of_the_stage(tmp_path: Path, hands: Hands, step
     total = 60 / step_seconds
     assert steps[-1] == total
     assert [step / total for step in steps] == pytest.approx([0.25, 0.5, 0.75, 1], abs=1.5 / total)
+
+
+def test_a_gpu_counts_whole_though_the_host_waits_for_it_only_when_it_logs(
+    tmp_path: Path, hands: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued = [0.0]
+
+    def wait_for_device() -> None:
+        hands.now, queued[0] = hands.now + queued[0], 0.0
+
+    def launch(step: int) -> None:
+        hands.now, queued[0] = hands.now + 0.1, queued[0] + 1.9
+
+    def fetch(values: dict[str, torch.Tensor]) -> dict[str, float]:
+        wait_for_device()
+        return fetch_floats(values)
+
+    def draw(step: int, stepper: Stepper) -> Callable[[], None]:
+        wait_for_device()
+        hands.now += 0.1  # a pause
+        return lambda: None
+
+    monkeypatch.setattr(trainer_module, "fetch_floats", fetch)
+    config = MINUTE.model_copy(update={"log_every": 2, "sample_every": 9})
+    made = trainer(tmp_path, config, Batches(launch), draw_samples=draw)
+    made.timer.wait_for_device = wait_for_device  # type: ignore[method-assign]
+    made.fit(Cursor())
+    found = records(tmp_path)[1:]
+    assert len(found) > 10
+    for record in found:
+        assert record["time/share"] == pytest.approx(record["time/elapsed"] / 60, abs=0.1)
+        assert record["time/step_ms"] == pytest.approx(2000)
 
 
 def test_compilation_counts_and_leaves_the_warm_up_whole(tmp_path: Path, hands: Hands) -> None:
@@ -183,7 +219,6 @@ def test_the_first_process_decides_for_all() -> None:
         watch = StageClock()
         shares = [0.0]
         for _ in range(4):
-            watch.begin_step()
             time.sleep(0.01 * (1 + 3 * rank))
             shares.append(watch.end_step(shares[-1], 1.0))
         return shares

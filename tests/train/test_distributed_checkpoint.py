@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import kineograph.train.distributed_checkpoint  # noqa: F401  the same
@@ -52,6 +52,19 @@ def laid_out(world: int, layout: str) -> dict[str, torch.Tensor]:
         else value.clone()
         for name, value in WHOLE.items()
     }
+
+
+def test_a_group_of_one_needs_no_memory_of_its_device_to_save(tmp_path: Path) -> None:
+    def refuse(tensor: DTensor) -> torch.Tensor:
+        raise AssertionError("gathers the whole state on the device")
+
+    def work(rank: int) -> None:
+        DTensor.full_tensor = refuse  # type: ignore[method-assign]
+        save(tmp_path, 1, 1, "shard", rank)
+
+    run_ranks(1, work)
+    found = checkpoint.checkpoint_at(tmp_path, 1).tensors("model")
+    assert all(torch.equal(found[name], value) for name, value in WHOLE.items())
 
 
 def save(folder: Path, step: int, world: int, layout: str, rank: int, **state) -> None:

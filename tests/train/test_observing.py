@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -104,6 +105,13 @@ def test_on_a_gpu_events_tell_the_time_and_nothing_waits_for_them() -> None:
     assert found["backward"] == 0
 
 
+def test_the_memory_of_earlier_stages_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    StepTimer("cuda:1").begin()
+    assert reset == [torch.device("cuda:1")]
+
+
 class Batches:
     """The data of a test: steps of noise, with something that happens before each."""
 
@@ -126,6 +134,13 @@ def trainer(run: Path, config: TrainConfig = CONFIG, data: Batches | None = None
 
 def records(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_checkpoint_is_uploaded_while_training_goes_on(tmp_path: Path) -> None:
+    threads: list[str] = []
+    config = CONFIG.model_copy(update={"save_every": 4, "trackers": ("hub",), "log_checkpoints": True})
+    trainer(tmp_path, config, publish=lambda saved, best: threads.append(threading.current_thread().name)).fit(Cursor())
+    assert len(threads) == 2 and all(name.startswith("saver") for name in threads)
 
 
 def test_every_part_of_training_is_in_the_log(tmp_path: Path) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from kineograph.core.errors import RunFailed, Stopped
 from kineograph.train import checkpoint
-from kineograph.train.saver import Saver
+from kineograph.train import saver as saver_module
+from kineograph.train.saver import HostBuffers, Saver
 
 PATIENCE = 60
 
@@ -29,6 +34,33 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.
 
     monkeypatch.setattr(checkpoint, "write", write)
     return started, go, log
+
+
+def test_the_copies_of_a_second_gpu_are_waited_for_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    gpu = torch.device("cuda:1")
+
+    class Event:
+        def record(self, stream: str) -> None:
+            log.append(stream)
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        log.append(device)
+        yield
+        log.append("left")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(saver_module, "_allocate_like", lambda value: SimpleNamespace(copy_=lambda *_, **__: None))
+    buffers = HostBuffers()
+    buffers.copy("weight", cast(Any, SimpleNamespace(is_cuda=True, device=gpu)))
+    buffers.wait()
+    assert log == ["stream of cuda:1", gpu, "wait", "left"]
 
 
 def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -314,6 +315,15 @@ def test_precision() -> None:
     assert resolve_precision("bf16", cpu) == "bf16"
     with pytest.raises(ConfigError, match=r"train\.precision=fp16 needs a GPU"):
         Stepper(toy(), CONFIG.model_copy(update={"precision": "fp16"}))
+
+
+@pytest.mark.parametrize(("major", "precision"), [(7, "fp32"), (8, "bf16")])
+def test_a_gpu_that_only_emulates_bf16_gets_fp32(monkeypatch: pytest.MonkeyPatch, major: int, precision: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)
+    assert resolve_precision("auto", torch.device("cuda")) == precision
 
 
 def test_bf16_is_used_where_asked() -> None:

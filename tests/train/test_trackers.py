@@ -136,7 +136,7 @@ def test_only_the_first_process_writes(tmp_path, monkeypatch):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(record(1))
     assert not file.path.exists()
-    assert open_trackers(["tensorboard"], tmp_path, "x", {}) == []
+    assert open_trackers(["tensorboard"], tmp_path, "x", {}) == {}
     assert not list(tmp_path.iterdir())
 
 
@@ -152,7 +152,7 @@ def points(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_tags(tmp_path):
-    (board,) = open_trackers(["tensorboard", "tensorboard"], tmp_path, "x", {})
+    (board,) = open_trackers(["tensorboard", "tensorboard"], tmp_path, "x", {}).values()
     board.begin("tokenizer", 0)
     board.log(record(1, note="text", flag=True, missing=None, lr=torch.tensor(0.25)))
     board.log(record(1, split="validation", psnr=20.0))
@@ -208,7 +208,7 @@ def test_the_config_and_each_clip_are_in_tensorboard(tmp_path):
 
     still, moving = picture(tmp_path / "a.png"), picture(tmp_path / "b.gif", moving=True)
     picture(tmp_path / "c.strip.png")
-    (board,) = open_trackers(["tensorboard"], tmp_path, "x", {"train": {"steps": 5}})
+    (board,) = open_trackers(["tensorboard"], tmp_path, "x", {"train": {"steps": 5}}).values()
     board.log_clips(2, "tokenizer/sample", [(still, "a 3"), (moving, "a 7"), (tmp_path / "c.mp4", "a 9")])
     board.close()
     events = EventAccumulator(str(tmp_path / "tensorboard" / "tokenizer"), size_guidance={"images": 0, "tensors": 0})
@@ -394,7 +394,9 @@ def test_checkpoints_go_to_a_folder_of_the_hub(tmp_path, monkeypatch):
             calls.append((repo_id, Path(folder_path).name, commit_message))
 
     monkeypatch.setattr(trackers, "import_hub", lambda: type("module", (), {"HfApi": Api}))
-    (tracker,) = open_trackers(["hub"], tmp_path, "demo", {"stages": {"tokenizer": {}}}, hub=HubConfig(repo="me/demo"))
+    (tracker,) = open_trackers(
+        ["hub"], tmp_path, "demo", {"stages": {"tokenizer": {}}}, hub=HubConfig(repo="me/demo")
+    ).values()
     for step, best in ((4, True), (8, False)):
         saved = tmp_path / f"step-{step}"
         saved.mkdir()
@@ -436,7 +438,7 @@ def test_wandb_works_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_ARTIFACT_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    tensorboard, tracker = open_trackers(("tensorboard", "wandb"), tmp_path, "demo", {"train": {"steps": 5}})
+    tensorboard, tracker = open_trackers(("tensorboard", "wandb"), tmp_path, "demo", {"train": {"steps": 5}}).values()
     tracker.begin("tokenizer", 0)
     tracker.log(record(1, bad=float("nan")))
     tracker.log_media(1, "tokenizer/samples", picture(tmp_path / "a.png"), "a 3")
