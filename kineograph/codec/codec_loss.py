@@ -263,7 +263,7 @@ def explained_variance(shared: Reconstruction, spare: bool = False) -> Mean:
 def codec_limits(
     codes: int | None, quantizer: str = "vq", has_divergence: bool = False, has_discriminator: bool = False
 ) -> tuple[Limit, ...]:
-    """What a healthy codec never does. `codes`: size of its codebook; `quantizer`: its kind."""
+    """Health limits of a codec. `codes`: size of its codebook; `quantizer`: its kind."""
     remedy = "Lower train.lr, lengthen train.warmup or train for more steps; look at the pictures in validation/."
     collapsed = Limit(
         "codec_collapsed",
