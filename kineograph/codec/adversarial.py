@@ -184,10 +184,10 @@ def ramp_weight(config: AdversarialConfig, step: int) -> float:
     return min((step - config.start + 1) / (config.warmup + 1), 1.0)
 
 
-TOLD_APART = 0.2  # difference of mean logits from which on the discriminator's gradient has its full weight
+FULL_SEPARATION = 0.2  # difference of mean logits from which on the discriminator's gradient has its full weight
 
 
-def trust_in(real: Tensor, fake: Tensor, keep: Tensor) -> Tensor:
+def measure_separation(real: Tensor, fake: Tensor, keep: Tensor) -> Tensor:
     """0 … 1, how far the discriminator tells real from fake, from the mean logits of the frames of the global batch, each F.
 
     Where it cannot (it is untrained, or reconstructions are almost perfect) its gradient is arbitrary, and tiny: the adaptive weight
@@ -195,7 +195,7 @@ def trust_in(real: Tensor, fake: Tensor, keep: Tensor) -> Tensor:
     """
     sums = torch.stack([((real - fake) * keep).sum(), keep.sum()])
     difference, count = distributed.all_reduce_(sums)
-    return (difference / count.clamp_min(1) / TOLD_APART).clamp(0, 1)
+    return (difference / count.clamp_min(1) / FULL_SEPARATION).clamp(0, 1)
 
 
 _SCALE = 2.0**10  # keeps gradients above fp16's smallest numbers

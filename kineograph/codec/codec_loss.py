@@ -20,9 +20,9 @@ from kineograph.codec.adversarial import (
     finite_difference_r1,
     generator_error,
     gradient_at,
+    measure_separation,
     perturb,
     ramp_weight,
-    trust_in,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core import distributed
@@ -177,7 +177,7 @@ def generator_loss(
             strength = strength * adaptive_weight(fake, last, reference, gradient, adversarial.adaptive_max)
             with torch.no_grad():
                 on_real = selection.logits(discriminate, real).mean((1, 2))
-            strength = strength * trust_in(on_real, on_fake, selection.weights)
+            strength = strength * measure_separation(on_real, on_fake, selection.weights)
         terms["adversarial_weight"] = strength * count
         total = total + straight_through(strength * terms["adversarial"], (fake * (gradient * strength)).sum())
     named = {name: Mean(value, count) for name, value in terms.items()}
@@ -263,7 +263,7 @@ def explained_variance(shared: Reconstruction, spare: bool = False) -> Mean:
 def codec_limits(
     codes: int | None, quantizer: str = "vq", has_divergence: bool = False, has_discriminator: bool = False
 ) -> tuple[Limit, ...]:
-    """What a healthy codec never does. `codes`: size of its codebook; `quantizer`: its kind."""
+    """Health limits of a codec. `codes`: size of its codebook; `quantizer`: its kind."""
     remedy = "Lower train.lr, lengthen train.warmup or train for more steps; look at the pictures in validation/."
     collapsed = Limit(
         "codec_collapsed",

@@ -182,7 +182,7 @@ def _repeat_rows(batch: Batch, rows: int, task: Task) -> Batch:
 
 def fill_text_embeddings(batch: Batch, task: Task) -> Batch:
     """Put zeros in place of a frozen text encoder's embeddings: it is large, and a cache runs it once per caption."""
-    text = next((part for part in task.modules() if isinstance(part, TextEncoder) and not part.trained), None)
+    text = next((part for part in _text_encoders(task) if not part.trained), None)
     if text is None or batch.text_embeds is not None:
         return batch
     rows = len(batch)
@@ -195,7 +195,14 @@ def fill_text_embeddings(batch: Batch, task: Task) -> Batch:
 
 def encoder_bytes(task: nn.Module, width: int = 2) -> int:
     """Bytes of the pretrained text encoders that a task loads for its first caption, at `width` bytes per weight."""
-    return width * sum(module.count() for module in task.modules() if isinstance(module, PretrainedText))
+    return width * sum(module.count() for module in _text_encoders(task) if isinstance(module, PretrainedText))
+
+
+def _text_encoders(task: nn.Module) -> list[TextEncoder]:
+    """The text encoders of a task; of a critic, which has none, those of its generator."""
+    own = [part for part in task.modules() if isinstance(part, TextEncoder)]
+    stages = task.stages.values() if isinstance(task, Task) else ()
+    return own or [part for stage in stages for part in _text_encoders(stage)]
 
 
 def tensors_of(task: nn.Module) -> list[Tensor]:

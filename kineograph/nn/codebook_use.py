@@ -1,4 +1,4 @@
-"""Codebook usage statistics, and what they say about a generator's targets."""
+"""Statistics of codebook use, and of a token generator's targets."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ MIN_TOKENS = 4  # for each code that occurs: fewer say too little about how ofte
 
 
 def describe_targets(tokens: Tensor, codes: int, keep: Tensor | None = None, spare: bool = False) -> dict[str, Mean]:
-    """What validation says about the targets of a token generator, the mean over batches of all processes.
+    """Statistics of a token generator's targets in validation, means over the batches of all processes.
 
-    `tokens/distinct`: different codes. `tokens/entropy`: of the frequencies of codes, in nats: the cross-entropy of a model that knows
-    nothing else.
+    `tokens/distinct`: different codes. `tokens/entropy`: of the frequencies of codes, in nats: the cross-entropy of a model that has
+    learned nothing else.
     """
     histogram = count_codes(tokens, codes, keep, spare)
     distinct, total = (histogram > 0).sum(), histogram.sum()
@@ -56,7 +56,7 @@ def describe_targets(tokens: Tensor, codes: int, keep: Tensor | None = None, spa
 
 
 def token_limits(smoothing: float) -> tuple[Limit, ...]:
-    """What a healthy generator of tokens never does. `smoothing` of labels raises its cross-entropy."""
+    """Health limits of a token generator. Label `smoothing` raises its cross-entropy."""
     constant = Limit(
         "constant_tokens",
         "tokens/distinct",

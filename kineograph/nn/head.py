@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 CHUNK_ELEMENTS = 1 << 26  # logits alive at a time: 128 MiB in bf16
 CHUNK_ROWS = 1 << 11  # rows per chunk, at least: each chunk accumulates into the whole weight's gradient
+_FP16_SCALE = 2.0**-6  # a sum over tens of thousands of rows with one target would pass fp16's largest number, 65,504
 
 
 class HeadLoss(NamedTuple):
@@ -108,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 loss, correct = loss + chunk_loss, correct + chunk_correct
                 if slope is not None and grad_hidden is not None:
                     torch.mm(slope, matrix, out=grad_hidden[part])
-                    chunk_weight = slope.T @ rows[part]  # V D
+                    chunk_weight = _sum_outer_products(slope, rows[part])  # V D
                     grad_weight = (
                         chunk_weight.to(weight.dtype) if grad_weight is None else grad_weight.add_(chunk_weight)
                     )
@@ -123,3 +124,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         slope = slopes[0]
         return (grad_hidden * slope).to(ctx.hidden_dtype), grad_weight * slope, None, None, None, None
+
+
+def _sum_outer_products(slope: Tensor, rows: Tensor) -> Tensor:
+    """slopeᵀ rows, R V and R D → V D"""
+    if rows.dtype != torch.float16:
+        return slope.T @ rows
+    return (slope.T @ (rows * _FP16_SCALE)).float() / _FP16_SCALE

@@ -241,7 +241,7 @@ def contrastive_loss(
         images, texts = images.float(), texts.float()
         all_images, all_texts, all_keys = gather(images), gather(texts), gather(keys)
         pairs = keys != NO_CAPTION  # B
-        # Spare rows have no index, and nobody counts their loss.
+        # Spare rows have no index, and their loss is not counted.
         own = torch.arange(first, first + len(keys), device=keys.device).clamp_(max=len(all_keys) - 1)
         same_caption = keys[:, None] == all_keys[None]  # B N
         is_other = own[:, None] != torch.arange(len(all_keys), device=keys.device)

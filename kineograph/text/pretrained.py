@@ -97,7 +97,8 @@ class PretrainedText(TextEncoder):
         if self.reads_padding:
             mask = torch.ones_like(mask)
         attention = None if self.reads_padding else build_attention_mask(model, mask, causal=self.kind == "clip")
-        embeddings = model(input_ids=ids, attention_mask=attention).last_hidden_state.float()
+        with torch.autocast(device.type, enabled=False):  # with train.precision=fp16, T5 would overflow after all
+            embeddings = model(input_ids=ids, attention_mask=attention).last_hidden_state.float()
         return embeddings * mask[..., None], mask
 
     def count_cut(self, captions: list[str]) -> int | None:

@@ -20,4 +20,4 @@ def vgg(tmp_path_factory):
 @pytest.fixture
 def trusted(monkeypatch):
     """The gradient of an untrained discriminator counts as that of one that tells real from fake."""
-    monkeypatch.setattr("kineograph.codec.codec_loss.trust_in", lambda real, fake, keep: torch.ones(()))
+    monkeypatch.setattr("kineograph.codec.codec_loss.measure_separation", lambda real, fake, keep: torch.ones(()))

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from kineograph.codec.adversarial import (
+    FULL_SEPARATION,
     PENALTY_STEP,
-    TOLD_APART,
     AdversarialConfig,
     Discriminator,
     VideoDiscriminator,
@@ -16,9 +16,9 @@ from kineograph.codec.adversarial import (
     finite_difference_r1,
     generator_error,
     gradient_at,
+    measure_separation,
     perturb,
     ramp_weight,
-    trust_in,
 )
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
@@ -136,8 +136,8 @@ def test_the_generators_weight_rises_over_the_warmup():
 def test_a_discriminator_that_cannot_tell_real_from_fake_is_not_trusted():
     keep = torch.tensor([1.0, 1.0, 0.0])  # the last frame is padding
     fake = torch.tensor([-1.0, 0.0, 50.0])
-    for difference, trust in ((-0.5, 0.0), (0.0, 0.0), (TOLD_APART / 4, 0.25), (TOLD_APART, 1.0), (3.0, 1.0)):
-        assert trust_in(fake + difference, fake, keep).item() == pytest.approx(trust, abs=1e-6)
+    for difference, trust in ((-0.5, 0.0), (0.0, 0.0), (FULL_SEPARATION / 4, 0.25), (FULL_SEPARATION, 1.0), (3.0, 1.0)):
+        assert measure_separation(fake + difference, fake, keep).item() == pytest.approx(trust, abs=1e-6)
 
 
 def exact_r1(judge: nn.Module, real: torch.Tensor) -> float:

@@ -256,10 +256,10 @@ def test_a_discriminator_that_knows_nothing_does_not_move_the_generator(monkeypa
     shared = task(batch, noise_for(batch))
 
     def shares() -> tuple[float, float]:
-        """The weight as it is, and without trust_in."""
+        """The weight as it is, and without measure_separation."""
         weight = task.loss("generator", shared).terms["adversarial_weight"].value().item()
         with monkeypatch.context() as patch:
-            patch.setattr("kineograph.codec.codec_loss.trust_in", lambda real, fake, keep: torch.ones(()))
+            patch.setattr("kineograph.codec.codec_loss.measure_separation", lambda real, fake, keep: torch.ones(()))
             return weight, task.loss("generator", shared).terms["adversarial_weight"].value().item()
 
     with torch.no_grad():

@@ -71,3 +71,22 @@ def test_a_folder_of_weights_that_is_yet_to_come_is_estimated_wherever_it_will_l
     examine([str(path)], memory=8)
     found = capsys.readouterr().out
     assert "MISSING" in found and "text encoder" in found and "kineo cache beforehand" in found
+
+
+def test_a_critic_is_estimated_with_the_text_encoder_of_its_generator(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "critic.yaml"
+    tokenizer = {"task": "vqgan", "width": 8, "multipliers": [1, 2], "perceptual": {"weight": 0}}
+    shape = {"width": 32, "depth": 1, "heads": 2}
+    text = {"kind": "t5", "name": str(tmp_path / "none"), "width": 512, "length": 4}
+    stages = {
+        "tokenizer": tokenizer,
+        "generator": {"task": "muse", "codec": "tokenizer", "text": text, **shape},
+        "critic": {"task": "muse.critic", "generator": "generator", **shape},
+    }
+    data = {"source": "folder", "size": 16}
+    path.write_text(yaml.safe_dump({"data": data, "train": {"batch_size": 2}, "stages": stages}, sort_keys=False))
+    examine([str(path)], memory=8)
+    _, found = capsys.readouterr().out.split("critic: MuseCritic")
+    assert "text encoder" in found

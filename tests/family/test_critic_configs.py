@@ -39,3 +39,14 @@ def test_noise_on_the_generators_confidence_needs_it_to_decide() -> None:
         read("muse", {"noise": 2.0}, critic="self")
     read("muse", {"noise": 2.0, "critic": False}, critic="self")
     read("phenaki", {"noise": 2.0}, critic="self")  # sample.critic=false lets it
+
+
+def test_weights_of_a_critic_and_sizes_of_a_smaller_picture_that_are_not_there() -> None:
+    with pytest.raises(
+        ConfigError, match="critic_weight has no effect with critic=none: remove it, or set critic=self"
+    ):
+        read("muse", {}, critic_weight=2.0)
+    read("muse", {}, critic_weight=2.0, critic="self")
+    with pytest.raises(ConfigError, match="low_res_size needs super-resolution: name a stage with low_res"):
+        read("muse", {}, low_res_size=32)
+    read("muse", {}, low_res_size=32, low_res="tokenizer")

@@ -37,6 +37,18 @@ def test_loss_and_gradients_are_those_of_plain_cross_entropy(monkeypatch, smooth
     assert not correct.requires_grad
 
 
+def test_the_sum_over_many_rows_with_one_target_does_not_overflow_in_fp16():
+    head, hidden, _, _ = case(rows=40_000)
+    hidden = hidden.detach() + 3  # like the hidden states of masked positions: alike at all of them
+    targets = torch.zeros(len(hidden), dtype=torch.int64)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = head(hidden, targets, torch.ones(len(hidden))).loss
+    loss.backward()
+    (wanted,) = torch.autograd.grad(plain(head, hidden, targets, torch.ones(len(hidden))), head.weight)
+    assert wanted.abs().max() > torch.finfo(torch.float16).max
+    torch.testing.assert_close(head.weight.grad, wanted, rtol=1e-2, atol=20.0)
+
+
 def test_rows_of_weight_zero_do_not_count():
     head, hidden, targets, weights = case()
     first = head(hidden, targets, weights)

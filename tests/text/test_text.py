@@ -317,6 +317,16 @@ def test_a_step_never_waits_for_the_device(folders, kind, captions):
         text._parts["model"](input_ids=torch.ones(1, 6, dtype=torch.long), attention_mask=torch.ones(1, 6).long())
 
 
+@pytest.mark.parametrize("kind", ["t5", "clip"])
+def test_autocast_does_not_reach_an_encoder(folders, kind):
+    """T5 has activations beyond the largest number of fp16."""
+    text = build(kind=kind, name=str(folders[kind]), length=6)
+    expected, _ = text.encode(["a red 3"])
+    with torch.autocast("cpu", dtype=torch.float16):
+        found, _ = text.encode(["a red 3"])
+    assert torch.equal(found, expected)
+
+
 def test_loading_an_encoder_prints_nothing(folders, capfd):
     build(kind="t5", name=str(folders["t5"]), length=6).encode(["a red 3"])
     assert capfd.readouterr() == ("", "")

@@ -190,7 +190,7 @@ class CogVideoX(
             **{name: Mean(error.sum(), count) for name, error in errors.items()},
         }
 
-    # seeing --------------------------------------------------------------------------------------------------------
+    # reconstruction and sampling -----------------------------------------------------------------------------------
 
     def can_reconstruct(self) -> bool:
         """A codec that is a stage of its own shows its reconstructions there."""
@@ -209,7 +209,7 @@ class CogVideoX(
     def sample_latents(self, prompts: Prompts, options: CogVideoXSample) -> Tensor:
         return sampling.sample_latents(self, prompts, options)
 
-    # what can be computed once -------------------------------------------------------------------------------------
+    # caching -------------------------------------------------------------------------------------------------------
 
     @classmethod
     def cache_facts(cls, config: CogVideoXConfig) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class CogVideoX(
         """The posterior, the first frame for image to video, and text embeddings if the encoder is frozen."""
         return {**self.space.precompute(batch), **self.texts.precompute(batch)}
 
-    # how the outside treats it -------------------------------------------------------------------------------------
+    # compilation, checkpoints, memory ------------------------------------------------------------------------------
 
     def compile_targets(self) -> list[nn.Module]:
         return [self.network, *(self.text.compile_targets() if self.text is not None else [])]

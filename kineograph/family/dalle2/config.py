@@ -197,6 +197,9 @@ class DecoderConfig(StageConfig, UnetConfig):
             for name in ("low_res", "crop"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} needs super-resolution: set low_res_size, or remove {name}")
+            if self.augment != AugmentConfig() or self.sample.low_res_noise:
+                name = "sample.low_res_noise" if self.sample.low_res_noise else "augment"
+                raise ValueError(f"{name} has no effect without super-resolution: set low_res_size, or remove {name}")
         elif self.sample.low_res_noise > self.augment.noise:
             raise ValueError(
                 f"sample.low_res_noise={self.sample.low_res_noise} is above augment.noise={self.augment.noise}, the most in training: "
@@ -209,6 +212,10 @@ class DecoderConfig(StageConfig, UnetConfig):
     @model_validator(mode="after")
     def _check_diffusion(self) -> DecoderConfig:
         check_steps(self.sample.steps, self.diffusion.steps)
+        if self.codec is None and self.latent_scale != 1:
+            raise ValueError(
+                f"latent_scale={self.latent_scale:g} has no effect on pixels: name a stage with codec, or remove it"
+            )
         if self.codec is not None and self.diffusion.learned_variance:
             raise ValueError(
                 "diffusion.learned_variance=true does not fit codec: its bound is for pixels of 256 levels; set it to false"

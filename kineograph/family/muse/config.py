@@ -51,11 +51,15 @@ class MuseConfig(StageConfig, TransformerConfig):
     def _check_sample(self) -> MuseConfig:
         if self.critic == "none":
             self.sample.check_without_critic()
+            if self.critic_weight != type(self).model_fields["critic_weight"].default:
+                raise ValueError("critic_weight has no effect with critic=none: remove it, or set critic=self")
         elif self.sample.critic and self.sample.noise != MuseSample().noise:
             raise ValueError(
                 f"sample.noise={self.sample.noise:g} is noise on the generator's confidence, and critic={self.critic} decides in its place: "
                 "remove it, or set sample.critic_noise or sample.critic=false"
             )
+        if self.low_res is None and self.low_res_size is not None:
+            raise ValueError("low_res_size needs super-resolution: name a stage with low_res, or remove low_res_size")
         if self.text.kind != "none":
             check_guidance_dropout(
                 self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None

@@ -55,7 +55,7 @@ class ResampledClips:
 
 @dataclass
 class PlayerInputs:
-    """What the players of a step share; None if nobody trains on it."""
+    """What the players of a step share; None for a player that does not train."""
 
     generator: TokenLoss | None = None
     critic: ResampledClips | None = None

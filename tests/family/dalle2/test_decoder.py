@@ -170,6 +170,9 @@ def test_configs_that_contradict_themselves_are_refused():
     refused("clip_text=true and text.kind=learned", clip="clip", clip_text=True, text={"kind": "learned"})
     refused("remove prior", image_embeds="none", prior="prior")
     refused("low_res needs super-resolution", clip="clip", low_res="base")
+    refused("augment has no effect without super-resolution", clip="clip", augment={"noise": 0.3})
+    refused("sample.low_res_noise has no effect without", clip="clip", sample={"low_res_noise": 0.1})
+    refused("latent_scale=2 has no effect on pixels", clip="clip", latent_scale=2.0)
     refused("crop=20 does not fit this U-Net: use a multiple of 8", clip="clip", low_res_size=8, crop=20)
     latents = {"image_embeds": "none", "codec": "tokenizer"}
     refused("pixels of 256 levels", **latents, diffusion={"learned_variance": True})
