@@ -202,7 +202,9 @@ def train(
 @app.command()
 def sample(
     run: Run,
-    prompts: Annotated[list[str] | None, typer.Argument(help="Captions; none for an unconditional model.")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help='Captions; none for an unconditional model; "" for the null text.')
+    ] = None,
     prompts_file: Annotated[
         Path | None,
         typer.Option(

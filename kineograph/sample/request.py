@@ -43,7 +43,7 @@ class SampleRequest:
     """Use the averaged weights."""
     seed: int = 0
     prompts: Sequence[str | Prompt] | None = None
-    """A caption, or a Prompt with inputs of its own, per clip (in a story: per scene); None for an unconditional model."""
+    """A caption, or a Prompt with inputs of its own, per clip (in a story: per scene); None for an unconditional model, "" for the null text."""
     count: int = 1
     """Samples per prompt."""
     negative: str | None = None
