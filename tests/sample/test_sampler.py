@@ -86,7 +86,7 @@ def test_a_negative_prompt_without_guidance_is_refused(sampler):
 
 
 def test_captions_are_left_out_on_purpose_only(sampler):
-    with pytest.raises(InputError, match='there is no prompt, and .* draws captions: give one; "" draws uncond'):
+    with pytest.raises(InputError, match=r'there is no prompt, and .* draws captions: give one; "" draws uncond'):
         sampler.sample()
     assert sampler.sample("").captions == [""]
     assert sampler.sample(prime=torch.rand(1, 3, 32, 32)).captions == [None]
