@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from kineograph.core.text_file import escape_controls
+
 app = typer.Typer(
     name="kineo",
     help="Train, sample and evaluate text-to-image and text-to-video models.",
@@ -625,7 +627,7 @@ def data_check(
     settings = parse_settings(folder, setting) if setting else None  # before hours of decoding: it may have a typo
     report = check_folder(folder, settings)
     for line in [*report.lines(everything), *(bucket_lines(settings) if settings is not None else [])]:
-        print(line)
+        print(escape_controls(line))
     if report.problems:
         raise typer.Exit(1)
 
@@ -657,7 +659,7 @@ def data_show(
     """
     from kineograph.run.data_sheet import show_data
 
-    print(show_data(path, what or [], out, count, split, stage))
+    print(escape_controls(show_data(path, what or [], out, count, split, stage)))
 
 
 @app.command("import")
@@ -810,7 +812,7 @@ def report(
 
 
 def _print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(escape_controls(line), file=sys.stderr)
 
 
 _SHARED = {"train", "cache", "evaluate", "sample"}  # commands that run on every rank
@@ -880,19 +882,19 @@ def _report(error: Any, words: Sequence[str] = ()) -> None:
     prefix = "error: " if rank is None else f"error: rank {rank}: "
     if isinstance(error, KineoError):
         if error.exit_code != 75:
-            print(f"{prefix}{error}", file=sys.stderr)
+            _print_to_stderr(f"{prefix}{error}")
         elif not rank:
-            print(error, file=sys.stderr)
+            _print_to_stderr(str(error))
         sys.exit(error.exit_code)
     on_gpu = type(error).__name__ == "OutOfMemoryError"
     if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's message on a CPU
         remedy = next((_OUT_OF_MEMORY[word] for word in words if word in _OUT_OF_MEMORY), _LESS_TRAINING_MEMORY)
-        print(f"{prefix}the {'GPU' if on_gpu else 'machine'} is out of memory: {remedy}\n{error}", file=sys.stderr)
+        _print_to_stderr(f"{prefix}the {'GPU' if on_gpu else 'machine'} is out of memory: {remedy}\n{error}")
         sys.exit(1)
     if isinstance(error, OSError) and error.filename is not None:  # a file that is gone, protected, too long …
-        print(f"{prefix}{error.filename}: {error.strerror}", file=sys.stderr)
+        _print_to_stderr(f"{prefix}{error.filename}: {error.strerror}")
         sys.exit(2 if error.errno == errno.ENAMETOOLONG else 1)
-    print(f"{prefix}unexpected {type(error).__name__}: {error} (kineo --debug … shows where)", file=sys.stderr)
+    _print_to_stderr(f"{prefix}unexpected {type(error).__name__}: {error} (kineo --debug … shows where)")
     sys.exit(1)
 
 

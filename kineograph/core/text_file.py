@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,14 @@ def parse_json(text: str | bytes) -> Any:
 def replace_surrogates(text: str) -> str:
     """Put U+FFFD for half a character: JSON and Python can hold one, such as "\\ud83d", and UTF-8 cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+_CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f]")  # but tabs and newlines
+
+
+def escape_controls(text: str) -> str:
+    r"""`\x1b` for an escape, and so on: a file's name could move the cursor, or give the terminal commands."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def clean_caption(text: str) -> str:

@@ -13,6 +13,7 @@ from PIL import Image
 
 from kineograph.cli import main
 from kineograph.core.config_file import load_file
+from kineograph.core.distributed import print_note
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import write_json
 from kineograph.core.text_file import clean_caption, parse_json
@@ -166,3 +167,23 @@ def test_arguments_that_are_not_utf8_are_refused_by_name(tmp_path):
 def test_a_file_name_that_is_not_utf8_can_be_listed(tmp_path):
     write_json(tmp_path / "a.json", {"path": os.fsdecode(b"caf\xe9.png")})
     assert json.loads((tmp_path / "a.json").read_text()) == {"path": os.fsdecode(b"caf\xe9.png")}
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal(tmp_path, capsys):
+    """A name could move the cursor, or set the window's title."""
+    (tmp_path / "a\x1b]0;b\x07.png").write_bytes(b"no picture")
+    Image.new("RGB", (8, 8)).save(tmp_path / "c\x1b[2J.png")
+    shown = "\\x1b[2J.png"
+    for words in (["data", "check", str(tmp_path)], ["data", "show", str(tmp_path), "--out", str(tmp_path / "x.png")]):
+        with pytest.raises(SystemExit):
+            main(words)
+    with pytest.raises(SystemExit):
+        main(["data", "check", str(tmp_path / "d\x1b[2J.png")])
+    print_note(str(tmp_path / "c\x1b[2J.png"))
+    (tmp_path / "runs" / "e\x1b[2J.png").mkdir(parents=True)
+    (tmp_path / "runs" / "e\x1b[2J.png" / "config.yaml").write_text("stages: {a: {task: vqgan}}")
+    with pytest.raises(SystemExit):
+        main(["runs", str(tmp_path / "runs")])
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err
+    assert shown in printed.out and shown in printed.err
