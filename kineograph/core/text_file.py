@@ -52,9 +52,12 @@ def escape_controls(text: str) -> str:
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
+MAX_CAPTION = 2**20  # characters: a tokenizer takes a hundred bytes of memory for each
+
+
 def clean_caption(text: str) -> str:
-    """One line of whole characters."""
-    return " ".join(replace_surrogates(text).split())
+    """One line of whole characters; encoders keep only its beginning."""
+    return " ".join(replace_surrogates(text[:MAX_CAPTION]).split())
 
 
 def split_lines(text: str) -> list[str]:

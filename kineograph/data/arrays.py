@@ -21,6 +21,7 @@ _NOT_ARRAYS = {".txt", ".jsonl", ".json", ".csv", ".md", ".yaml", ".yml"}
 
 def load_npy(path: Path, mmap: bool = True) -> np.ndarray:
     """Read or map a .npy file. Raises an OSError or a ValueError: numpy's parser of damaged headers raises almost anything."""
+    _check_regular(path)
     try:
         values = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
     except OSError:
@@ -32,8 +33,15 @@ def load_npy(path: Path, mmap: bool = True) -> np.ndarray:
     return values
 
 
+def _check_regular(path: Path) -> None:
+    """A pipe would block."""
+    if path.exists() and not path.is_file():
+        raise ValueError("not a regular file")
+
+
 def list_npz(path: Path) -> list[str]:
     """Names of the arrays in a .npz file. Raises an OSError or a ValueError."""
+    _check_regular(path)
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]

@@ -12,12 +12,15 @@ import pytest
 from PIL import Image
 
 from kineograph.cli import main
+from kineograph.core.config import parse
 from kineograph.core.config_file import load_file
 from kineograph.core.distributed import print_note
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.prompt import Prompt
 from kineograph.core.run_folder import write_json
-from kineograph.core.text_file import clean_caption, parse_json
+from kineograph.core.text_file import MAX_CAPTION, clean_caption, parse_json
 from kineograph.data.arrays import read_captions_beside
+from kineograph.data.captions import strip_captions
 from kineograph.data.check import check_folder
 from kineograph.data.dataset import check_value
 from kineograph.data.folder import Folder, FolderConfig
@@ -187,3 +190,13 @@ def test_control_characters_of_names_do_not_reach_the_terminal(tmp_path, capsys)
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out + printed.err
     assert shown in printed.out and shown in printed.err
+
+
+def test_text_without_end_is_no_caption():
+    """A tokenizer would take gigabytes for it."""
+    text = "x" * (MAX_CAPTION + 1)
+    assert len(clean_caption(text)) == len(strip_captions([text])[0]) == MAX_CAPTION
+    with pytest.raises(InputError, match="1,048,577 characters: shorten it to at most 1,048,576"):
+        SampleRequest("run", prompts=[text])
+    with pytest.raises(ConfigError, match="a prompt has at most 1,048,576"):
+        parse(Prompt, {"prompt": text}, "prompts.0")
