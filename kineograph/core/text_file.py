@@ -7,8 +7,9 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kineograph.core.errors import InputError
 
@@ -23,12 +24,26 @@ def read_text(path: Path, key: str = "") -> str:
         raise InputError(f"{key}{path} cannot be read: {error.strerror}") from None
 
 
+_MAX_SMALL = 2**28  # bytes of a file that is read whole
+_MAX_LINE = 2**22  # bytes of a record
+
+
 def read_regular(path: Path) -> str:
-    """Read a UTF-8 file of a folder that may come from elsewhere. Raises an OSError for a pipe or a device, which would block or never end."""
+    """Read a UTF-8 file of a folder that may come from elsewhere. Raises an OSError for a pipe or a device, which would block or never end,
+    and for a file that would fill the memory.
+    """
     with open(path, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if os.fstat(file.fileno()).st_size > _MAX_SMALL:
+            raise OSError(errno.EFBIG, f"more than {_MAX_SMALL:,} bytes", str(path))
         return file.read()
+
+
+def iterate_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a file of records, up to one that no record fills: a file with holes would fill the memory."""
+    while (line := file.readline(_MAX_LINE)) and (len(line) < _MAX_LINE or line.endswith(b"\n")):
+        yield line
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -19,7 +19,7 @@ from kineograph.core.errors import InputError
 from kineograph.core.notes import Note
 from kineograph.core.remote_files import await_answer, describe_failure, download, is_url, open_filesystem
 from kineograph.core.tar_reader import DAMAGED, TarDamaged, TarReader, decompress
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import parse_json, read_regular
 from kineograph.train import checkpoint
 from kineograph.train.trackers import import_wandb
 
@@ -145,7 +145,7 @@ def _download_folder(url: str, folder: Path) -> Path:
     """Download a checkpoint's manifest and the files that it lists."""
     manifest = _download_file(f"{url}/manifest.json", folder / "manifest.json", url)
     try:
-        names = list(parse_json(manifest.read_text(encoding="utf-8"))["files"])
+        names = list(parse_json(read_regular(manifest))["files"])
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{url}/manifest.json is not the manifest of a checkpoint") from None
     for name in names:

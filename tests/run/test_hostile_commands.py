@@ -12,9 +12,11 @@ import yaml
 
 from kineograph.cli import main
 from kineograph.core.errors import ConfigError, InputError, RunFailed
+from kineograph.core.health import read_findings
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.startup_scan import write_skipped
 from kineograph.evaluate.compare import compare
+from kineograph.media.curves import read_records
 from kineograph.media.grids import wrap_text
 from kineograph.run.listing import list_runs, print_runs
 from kineograph.run.plan import make_plan, resolve_run
@@ -172,3 +174,23 @@ def test_odd_lines_of_skipped_items_are_left_out(tmp_path):
     path.write_bytes(b'{"path": "a", "reason": "b"}\n[1]\n{\n{"path": 1}\n\xff\n')
     assert write_skipped(path, {"c": "d"}) == 2
     assert [json.loads(line)["path"] for line in path.read_text().splitlines()] == ["a", "c"]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluation.json", "skipped.jsonl", "failed"])
+def test_files_with_holes_do_not_fill_the_memory(tmp_path, name, capsys):
+    """A terabyte that takes no space on the disk."""
+    run = make_run(tmp_path / "run")
+    with open(run.path / name, "wb") as file:
+        file.write(
+            b'{"stage": "generator", "split": "train", "step": 3, "loss": 1.0}\n' if name == "metrics.jsonl" else b""
+        )
+        file.truncate(2**40)
+    print_runs(tmp_path)
+    assert "run" in capsys.readouterr().out
+    assert [record["step"] for record in MetricsFile(run.metrics_file).read()] == [3] * (name == "metrics.jsonl")
+    assert list(read_findings(run.metrics_file)) == []
+    if name == "skipped.jsonl":
+        assert write_skipped(run.path / name, {"a": "b"}) == 1
+    if name == "metrics.jsonl":
+        assert len(list(read_records(run.metrics_file))) == 1
