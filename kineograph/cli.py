@@ -659,7 +659,7 @@ def data_show(
     """
     from kineograph.run.data_sheet import show_data
 
-    print(escape_controls(show_data(path, what or [], out, count, split, stage)))
+    print(show_data(path, what or [], out, count, split, stage))
 
 
 @app.command("import")
