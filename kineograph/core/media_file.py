@@ -6,6 +6,7 @@ import io
 import os
 import stat
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,8 @@ from pydantic import Field
 from kineograph.core.config import Config
 from kineograph.core.errors import Unreadable
 
+# Meter names the limit of pixels, and the files beyond it.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 # Pillow's other decoders start programs (EPS), read further files (FITS, WMF) or are rarely tested.
 IMAGE_FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF")
 # dav1d and OpenJPEG, which browsers run on untrusted files too; Pillow may be built without them.

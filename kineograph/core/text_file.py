@@ -13,19 +13,22 @@ from typing import Any, BinaryIO
 
 from kineograph.core.errors import InputError
 
+_MAX_TEXT = 2**32  # bytes of captions and their like
+_MAX_SMALL = 2**28  # bytes of a file that is read whole
+_MAX_LINE = 2**22  # bytes of a record
+
 
 def read_text(path: Path, key: str = "") -> str:
     """Read a UTF-8 file, with or without a byte order mark. `key` names the path's origin in errors."""
     try:
+        size = path.stat().st_size
+        if size > _MAX_TEXT:
+            raise InputError(f"{key}{path} has {size:,} bytes, and no more than {_MAX_TEXT:,} are read: split it")
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{key}{path} is not UTF-8 text: {error}; save it as UTF-8") from None
     except OSError as error:
         raise InputError(f"{key}{path} cannot be read: {error.strerror}") from None
-
-
-_MAX_SMALL = 2**28  # bytes of a file that is read whole
-_MAX_LINE = 2**22  # bytes of a record
 
 
 def read_regular(path: Path) -> str:

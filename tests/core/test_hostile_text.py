@@ -200,3 +200,20 @@ def test_text_without_end_is_no_caption():
         SampleRequest("run", prompts=[text])
     with pytest.raises(ConfigError, match="a prompt has at most 1,048,576"):
         parse(Prompt, {"prompt": text}, "prompts.0")
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "captions.txt"])
+def test_captions_that_do_not_fit_into_memory_are_named(tmp_path, name):
+    """A file with holes takes no space on the disk."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    np.save(tmp_path / "clips.npy", np.zeros((2, 8, 8), np.uint8))
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(
+        InputError, match=rf"{name} has 1,099,511,627,776 bytes, and no more than 4,294,967,296 are read"
+    ):
+        if name == "captions.txt":
+            read_captions_beside(tmp_path / "clips.npy")
+        else:
+            Folder.open(FolderConfig(folder=str(tmp_path), validation=0), "train", 0)
+    check_folder(tmp_path)
