@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from typer import Exit, Option, Typer
 
 from kineograph.cli import data, evaluation, sampling, studio, training, weights
+from kineograph.cli.options import print_to_stderr
 
 app = Typer(
     name="kineo",
@@ -110,17 +111,17 @@ def _report(error: Any, words: Sequence[str] = ()) -> None:
     prefix = "error: " if rank is None else f"error: rank {rank}: "
     if isinstance(error, KineoError):
         if error.exit_code != 75:
-            print(f"{prefix}{error}", file=sys.stderr)
+            print_to_stderr(f"{prefix}{error}")
         elif not rank:
-            print(error, file=sys.stderr)
+            print_to_stderr(str(error))
         sys.exit(error.exit_code)
     on_gpu = type(error).__name__ == "OutOfMemoryError"
     if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's message on a CPU
         remedy = next((_OUT_OF_MEMORY[word] for word in words if word in _OUT_OF_MEMORY), _LESS_TRAINING_MEMORY)
-        print(f"{prefix}the {'GPU' if on_gpu else 'machine'} is out of memory: {remedy}\n{error}", file=sys.stderr)
+        print_to_stderr(f"{prefix}the {'GPU' if on_gpu else 'machine'} is out of memory: {remedy}\n{error}")
         sys.exit(1)
     if isinstance(error, OSError) and error.filename is not None:  # a file that is gone, protected, too long …
-        print(f"{prefix}{error.filename}: {error.strerror}", file=sys.stderr)
+        print_to_stderr(f"{prefix}{error.filename}: {error.strerror}")
         sys.exit(2 if error.errno == errno.ENAMETOOLONG else 1)
-    print(f"{prefix}unexpected {type(error).__name__}: {error} (kineo --debug … shows where)", file=sys.stderr)
+    print_to_stderr(f"{prefix}unexpected {type(error).__name__}: {error} (kineo --debug … shows where)")
     sys.exit(1)

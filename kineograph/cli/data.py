@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from typer import Argument, Exit, Option, Typer
 
 from kineograph.cli.options import Trust
+from kineograph.core.text_file import escape_controls
 
 app = Typer(name="data", help="Make a dataset to experiment with, or check your own.", no_args_is_help=True)
 
@@ -63,7 +64,7 @@ def data_check(
     settings = parse_settings(folder, setting) if setting else None  # before hours of decoding: it may have a typo
     report = check_folder(folder, settings)
     for line in [*report.lines(everything), *(bucket_lines(settings) if settings is not None else [])]:
-        print(line)
+        print(escape_controls(line))
     if report.problems:
         raise Exit(1)
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from kineograph.core.text_file import escape_controls
+
 Run = Annotated[Path, Argument(help="A run folder, such as runs/muse-tiny.")]
 Checkpoint = Annotated[str, Option(help="last, best, or a step.")]
 Stage = Annotated[str | None, Option(help="Which stage draws.", show_default="the last that can")]
@@ -37,4 +39,4 @@ Trust = Annotated[
 
 
 def print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(escape_controls(line), file=sys.stderr)

@@ -22,7 +22,9 @@ Fps = Annotated[float | None, Option(help="Playback speed, frames per second.", 
 @app.command()
 def sample(
     run: Run,
-    prompts: Annotated[list[str] | None, Argument(help="Captions; none for an unconditional model.")] = None,
+    prompts: Annotated[
+        list[str] | None, Argument(help='Captions; none for an unconditional model; "" for the null text.')
+    ] = None,
     prompts_file: Annotated[
         Path | None,
         Option(

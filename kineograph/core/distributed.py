@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kineograph.core.errors import InputError
 from kineograph.core.notes import Note
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import escape_controls, parse_json
 
 _alone = False
 
@@ -235,7 +235,7 @@ def _gather_json(value: Any, world: int, group: dist.ProcessGroup | None, device
 
 def print_note(line: str) -> None:
     """Print a line to stderr."""
-    print(line, file=sys.stderr, flush=True)
+    print(escape_controls(line), file=sys.stderr, flush=True)
 
 
 def on_first_rank(note: Note) -> Note:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import iterate_lines, parse_json
 
 Severity = Literal["warning", "fatal"]
 
@@ -115,7 +115,7 @@ def read_findings(metrics: Path) -> Iterator[tuple[str, int, Finding]]:
     except OSError:
         return
     with file:
-        for line in file:
+        for line in iterate_lines(file):
             if b'"finding"' not in line:  # most lines: not worth parsing
                 continue
             try:

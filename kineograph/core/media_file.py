@@ -6,6 +6,7 @@ import io
 import os
 import stat
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,8 @@ from pydantic import Field
 from kineograph.core.config import Config
 from kineograph.core.errors import Unreadable
 
+# Meter names the limit of pixels, and the files beyond it.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 # Pillow's other decoders start programs (EPS), read further files (FITS, WMF) or are rarely tested.
 IMAGE_FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF")
 # dav1d and OpenJPEG, which browsers run on untrusted files too; Pillow may be built without them.
@@ -37,6 +40,8 @@ class MediaLimits(Config):
     """Pixels of a frame."""
     frames: int = Field(100_000, ge=1, lt=2**31)
     """Frames decoded to reach those that are used."""
+    animation_pixels: int = Field(2**31, ge=1, lt=2**63)
+    """Pixels of all frames of a GIF, WebP or APNG: these are decoded from the first frame on."""
     bytes: int = Field(2**30, ge=1, lt=2**63)
     """Bytes of an image, an animation or a member of a tar: these are read into memory."""
     seconds: float = Field(120.0, gt=0, le=86_400)
@@ -75,6 +80,15 @@ class Meter:
         if width * height > self.limits.pixels:
             reason = f"too large: {width} × {height} pixels, and no more than {self.limits.pixels:,} are decoded"
             raise Unreadable("", f"{reason} (data.limits.pixels); scale it down first")
+
+    def check_animation(self, frames: int, width: int, height: int) -> None:
+        """Before it is decoded, and again as it is: the canvas of a GIF may grow."""
+        self.check_count(frames)
+        if frames * width * height > self.limits.animation_pixels:
+            reason = f"too large: {frames:,} frames of {width} × {height} pixels, and no more than {self.limits.animation_pixels:,}"
+            raise Unreadable(
+                "", f"{reason} pixels in all are decoded (data.limits.animation_pixels); scale it down or cut it"
+            )
 
     def count_frame(self, width: int, height: int) -> None:
         """Before or after each decoded frame."""

@@ -7,11 +7,13 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, PrivateAttr, StrictInt, StrictStr, model_validator
 
 from kineograph.core.config import Config, make_absolute
-from kineograph.core.text_file import replace_surrogates, split_lines
+from kineograph.core.text_file import MAX_CAPTION, replace_surrogates, split_lines
 
 
 def _join_lines(text: str) -> str:
     """One line of whole characters."""
+    if len(text) > MAX_CAPTION:
+        raise ValueError(f"it has {len(text):,} characters, and a prompt has at most {MAX_CAPTION:,}: shorten it")
     return " ".join(line.strip() for line in split_lines(replace_surrogates(text))).strip()
 
 

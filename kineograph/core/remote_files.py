@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
 from kineograph.core.errors import InputError
 
 TIMEOUT = 60.0  # seconds without an answer or a byte
+_RESERVED = 2**28  # bytes of a disk that downloads leave
 # A config from elsewhere may hold URLs. fsspec's other protocols open archives, shells and schedulers, or follow lists of addresses.
 PROTOCOLS = ("file", "http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", "oss", "webhdfs", "memory")
 T = TypeVar("T")
@@ -68,13 +72,29 @@ def await_answer(action: Callable[[], T], progress: Callable[[], Any] = lambda: 
             seen = now
 
 
-def download(filesystem: Any, remote: str, path: str) -> None:
-    """Copy a remote file to `path`."""
+def download(filesystem: Any, remote: str, path: str, most: float = math.inf) -> None:
+    """Copy a remote file of at most so many bytes to `path`. An answer without an end does not fill the disk."""
+    from fsspec.callbacks import Callback
+
+    class Limit(Callback):
+        def relative_update(self, inc: int = 1) -> None:
+            super().relative_update(inc)
+            if self.value > most:
+                raise InputError(f"{remote} has more than the {most:,} bytes that it should have")
+            check_disk(path)
 
     def size() -> int:
         return os.path.getsize(path) if os.path.exists(path) else -1
 
-    await_answer(lambda: filesystem.get_file(remote, path), size)
+    await_answer(lambda: filesystem.get_file(remote, path, callback=Limit()), size)
+
+
+def check_disk(path: str | Path) -> None:
+    """Refuse to fill the disk of this file with what comes from elsewhere."""
+    if shutil.disk_usage(os.path.dirname(path) or ".").free < _RESERVED:
+        raise InputError(
+            f"{path}: less than {_RESERVED:,} bytes of the disk are free: free disk space, or use another disk"
+        )
 
 
 def describe_failure(url: str, error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -281,15 +281,20 @@ def task_state_dict(task: nn.Module) -> dict[str, Tensor]:
 
 
 def load_weights(task: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load weights with exactly the names of `task_state_dict`."""
-    check_weights(task, weights)
+    """Load weights with exactly the names and shapes of `task_state_dict`."""
+    check_shapes(task, {name: tuple(value.shape) for name, value in weights.items()})
+    task.load_state_dict(weights, strict=False)
+
+
+def check_shapes(task: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse weights whose names and shapes are not those of `task_state_dict`."""
+    check_weights(task, shapes)
     for name, value in task_state_dict(task).items():
-        if weights[name].shape != value.shape:
+        if shapes[name] != tuple(value.shape):
             raise InputError(
-                f"the saved weights do not fit {type(task).__name__}: {name} has shape {list(weights[name].shape)}, and this task "
+                f"the saved weights do not fit {type(task).__name__}: {name} has shape {list(shapes[name])}, and this task "
                 f"needs {list(value.shape)}; load them with the config they were trained with"
             )
-    task.load_state_dict(weights, strict=False)
 
 
 def check_weights(task: nn.Module, names: Collection[str]) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # imports torch
 FPS = 8.0  # an array does not state its frame rate
 Layout = Literal["TNHW", "NTHW", "NTCHW", "NTHWC", "NHW", "NHWC", "NCHW"]
 _CHANNELS = (1, 2, 3, 4)
+_MAX_ITEMS = 20_000_000  # they are listed by name
 _SAMPLE = 64  # items whose values tell the range of 16-bit integers
 
 
@@ -72,12 +73,16 @@ def describe_layout(shape: tuple[int, ...], layout: Layout) -> str:
 
 
 def check_values(array: Array, layout: Layout) -> None:
-    """Refuse types that are no pixels, and 16-bit integers that do not use their range."""
+    """Refuse arrays without pixels or with too many items, types that are no pixels, and 16-bit integers that do not use their range."""
+    count = array.shape[layout.index("N")]
+    if 0 in array.shape:
+        raise InputError(f"{array.path} has the shape {array.shape}: there are no pixels in it")
+    if count > _MAX_ITEMS:
+        raise InputError(f"{array.path} has {count:,} items, and no more than {_MAX_ITEMS:,} are read: use tar shards")
     if array.dtype.kind not in "bf" and array.dtype not in (np.uint8, np.uint16):
         raise InputError(f"{array.path} holds {array.dtype}: use uint8, uint16, bool or floats in [0, 1]")
     if array.dtype != np.uint16:
         return
-    count = array.shape[layout.index("N")]
     sample = sorted({int(index) for index in np.linspace(0, count - 1, min(count, _SAMPLE))})
     highest = max((int(np.take(array.values, index, layout.index("N")).max()) for index in sample), default=0)
     if highest < 2**14:

@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 
 from kineograph.core.errors import ConfigError, InputError, NoData
-from kineograph.core.text_file import parse_json, split_lines
+from kineograph.core.text_file import parse_json, read_text, split_lines
 from kineograph.data.captions import find_values, strip_captions
 
 _MAX_UNPACKED = 2**30  # bytes of a compressed array: every process unpacks it
@@ -21,6 +21,7 @@ _NOT_ARRAYS = {".txt", ".jsonl", ".json", ".csv", ".md", ".yaml", ".yml"}
 
 def load_npy(path: Path, mmap: bool = True) -> np.ndarray:
     """Read or map a .npy file. Raises an OSError or a ValueError: numpy's parser of damaged headers raises almost anything."""
+    _check_regular(path)
     try:
         values = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
     except OSError:
@@ -32,8 +33,15 @@ def load_npy(path: Path, mmap: bool = True) -> np.ndarray:
     return values
 
 
+def _check_regular(path: Path) -> None:
+    """A pipe would block."""
+    if path.exists() and not path.is_file():
+        raise ValueError("not a regular file")
+
+
 def list_npz(path: Path) -> list[str]:
     """Names of the arrays in a .npz file. Raises an OSError or a ValueError."""
+    _check_regular(path)
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
@@ -233,9 +241,9 @@ def read_captions_beside(path: Path) -> list[tuple[str, ...]] | None:
     plain, rows = path.parent / "captions.txt", path.parent / "captions.jsonl"
     try:
         if plain.is_file():
-            return [strip_captions([line]) for line in split_lines(plain.read_text(encoding="utf-8-sig"))]
+            return [strip_captions([line]) for line in split_lines(read_text(plain))]
         if rows.is_file():
-            parsed = [parse_json(line) for line in split_lines(rows.read_text(encoding="utf-8-sig")) if line.strip()]
+            parsed = [parse_json(line) for line in split_lines(read_text(rows)) if line.strip()]
             if unfit := next((row for row in parsed if not isinstance(row, dict)), None):
                 raise ValueError(f"{str(unfit)[:40]} is not an object")
             return [strip_captions(find_values(row, ("caption", "text", "captions", "texts"))) for row in parsed]

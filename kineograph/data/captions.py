@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from unicodedata import normalize
 
 from kineograph.core.errors import InputError
-from kineograph.core.text_file import clean_caption, parse_json, read_text, replace_surrogates, split_lines
+from kineograph.core.text_file import MAX_CAPTION, clean_caption, parse_json, read_text, replace_surrogates, split_lines
 from kineograph.data.parquet import read_rows
 
 if TYPE_CHECKING:  # imports torch
@@ -127,7 +127,7 @@ def clean_captions(texts: Iterable[str]) -> tuple[str, ...]:
 
 def strip_captions(texts: Iterable[str]) -> tuple[str, ...]:
     """Captions of one item that are lines already, as they are."""
-    return tuple(dict.fromkeys(filter(None, (replace_surrogates(text).strip() for text in texts))))
+    return tuple(dict.fromkeys(filter(None, (replace_surrogates(text[:MAX_CAPTION]).strip() for text in texts))))
 
 
 def several_texts(texts: Sequence[str]) -> tuple[str, ...]:

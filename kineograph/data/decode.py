@@ -60,10 +60,12 @@ class LoadedMedia:
     fps: float | None = None
     turned: int = 0
     pixel_aspect: float = 1.0
+    nbytes: int = 0
 
     @staticmethod
     def of(
         images: Iterable[Image.Image],
+        limit: int,
         size: tuple[int, int],
         options: DecodeOptions,
         pick: Callable[[DecodeOptions, np.random.Generator], Sequence[int]],
@@ -71,24 +73,20 @@ class LoadedMedia:
         turned: int = 0,
         pixel_aspect: float = 1.0,
     ) -> LoadedMedia:
-        frames: list[Any] = []
+        """Raises Unreadable as soon as the frames take more than `limit` bytes."""
+        media = LoadedMedia([], size, pick, fps, turned, pixel_aspect)
+        transform = None
         if options.resize_crop.is_fixed:
             transform = options.resize_crop.draw(*size, np.random.default_rng(0), turned, pixel_aspect)
+        for image in images:
             # Copied, so that no view keeps a whole picture alive.
-            frames += [np.array(transform.resample(image)) for image in images]
-        else:
-            frames += images
-        return LoadedMedia(frames, size, pick, fps, turned, pixel_aspect)
-
-    @property
-    def nbytes(self) -> int:
-        """Pillow takes four bytes a pixel for all modes but L."""
-        return sum(
-            frame.nbytes
-            if isinstance(frame, np.ndarray)
-            else frame.width * frame.height * (1 if frame.mode == "L" else 4)
-            for frame in self.frames
-        )
+            frame: Any = image if transform is None else np.array(transform.resample(image))
+            media.frames.append(frame)
+            # Pillow takes four bytes a pixel for all modes but L.
+            media.nbytes += frame.nbytes if transform else frame.width * frame.height * (1 if frame.mode == "L" else 4)
+            if media.nbytes > limit:
+                raise Unreadable("", f"its frames take more than {limit:,} bytes")
+        return media
 
     def draw(self, options: DecodeOptions, rng: np.random.Generator) -> Clip:
         chosen, geometry = self.pick(options, rng), rng.bit_generator.state
@@ -101,14 +99,14 @@ class LoadedMedia:
         return Clip(np.stack([frames[index] for index in chosen]), self.fps, geometry)
 
 
-def load_media(file: Path, suffix: str, name: str, options: DecodeOptions) -> LoadedMedia:
-    """Decode all frames of a file. Raises Unreadable."""
+def load_media(file: Path, suffix: str, name: str, options: DecodeOptions, limit: int) -> LoadedMedia:
+    """Decode all frames of a file. Raises Unreadable, also if they take more than `limit` bytes."""
     with raise_unreadable(name):
         if suffix.lower() in VIDEOS:
             from kineograph.data.video import load_video
 
-            return load_video(file, options)
-        return _load_image(read_media(file, options.limits), options)
+            return load_video(file, options, limit)
+        return _load_image(read_media(file, options.limits), options, limit)
 
 
 def probe_media(
@@ -182,26 +180,25 @@ def _decode_picture(image: Image.Image, options: DecodeOptions) -> Image.Image:
     return to_channels(make_upright(image), options.channels, options.background)
 
 
-def _load_image(data: bytes, options: DecodeOptions) -> LoadedMedia:
+def _load_image(data: bytes, options: DecodeOptions, limit: int) -> LoadedMedia:
     meter = Meter(options.limits)
     with _open_image(data, options.truncated, meter) as image:
         if not _is_animation(image):
             picture = _decode_picture(image, options)
-            return LoadedMedia.of([picture.copy()], picture.size, options, lambda *_: [0])
+            return LoadedMedia.of([picture.copy()], limit, picture.size, options, lambda *_: [0])
         delays = _frame_delays(image, data, meter, options.truncated)
         tolerance = GIF_TOLERANCE if image.format == "GIF" else TOLERANCE
 
         def decode() -> Iterator[Image.Image]:
             for index in range(len(delays)):
-                image.seek(index)
-                meter.count_frame(*image.size)
+                _seek_frame(image, index, len(delays), meter)
                 yield to_channels(image, options.channels, options.background).copy()
 
         def pick(options: DecodeOptions, rng: np.random.Generator) -> Sequence[int]:
             return _pick_animation_frames(delays, tolerance, options, rng).tolist()
 
         fps = options.fps or len(delays) / float(delays.sum())
-        return LoadedMedia.of(decode(), image.size, options, pick, fps)
+        return LoadedMedia.of(decode(), limit, image.size, options, pick, fps)
 
 
 @contextmanager
@@ -224,13 +221,18 @@ def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.r
     decoded: dict[int, np.ndarray] = {}
     needed = set(chosen.tolist())
     for index in range(max(needed) + 1):  # frames build on earlier ones
-        image.seek(index)
-        meter.count_frame(*image.size)
+        _seek_frame(image, index, len(delays), meter)
         if index in needed:
             decoded[index] = transform.apply(to_channels(image, options.channels, options.background))
     fps = options.fps or len(delays) / float(delays.sum())
     pixels = np.stack([decoded[index] for index in chosen.tolist()])
     return Clip(pixels, fps, geometry, start=float(delays[: chosen[0]].sum()))
+
+
+def _seek_frame(image: Any, index: int, frames: int, meter: Meter) -> None:
+    image.seek(index)
+    meter.count_frame(*image.size)
+    meter.check_animation(frames, *image.size)
 
 
 def _pick_animation_frames(
@@ -252,8 +254,9 @@ def _frame_delays(image: Any, data: bytes, meter: Meter, truncated: bool = False
     """Seconds per frame. Like browsers, show frames of 10 ms or less for 100 ms."""
     if image.format == "GIF":
         delays = np.array(_gif_delays(data, meter, truncated))
+        meter.check_animation(len(delays), *image.size)
     else:
-        meter.check_count(image.n_frames)
+        meter.check_animation(image.n_frames, *image.size)
         delays = np.empty(image.n_frames)
         for index in range(len(delays)):
             image.seek(index)
@@ -330,7 +333,6 @@ def _probe_image(data: bytes, decode_all: bool, meter: Meter) -> MediaInfo:
             return MediaInfo(height, width) if swapped else MediaInfo(width, height)
         delays = _frame_delays(image, data, meter, truncated=not decode_all)
         for index in range(len(delays) if decode_all else 0):
-            image.seek(index)
+            _seek_frame(image, index, len(delays), meter)
             image.load()
-            meter.count_frame(*image.size)
         return MediaInfo(*image.size, len(delays), float(delays.sum()))

@@ -74,10 +74,8 @@ class DecodedCache:
         if self.used >= self.limit:
             return None
         try:
-            media = load_media(path, path.suffix, name, options)
-        except Unreadable:  # a part of it may still be readable
-            return None
-        if self.used + media.nbytes > self.limit:
+            media = load_media(path, path.suffix, name, options, self.limit - self.used)
+        except Unreadable:  # it does not fit, or a part of it may still be readable
             return None
         self.used += media.nbytes
         return media

@@ -192,6 +192,8 @@ def read_labels(file: str | None, dtype: str, array: Array) -> np.ndarray | None
         return Array.npy(path).values
     if path.suffix == ".npz":
         return Array.npz(path, choose_member(path, ("labels",))).values
+    if not path.is_file():
+        raise InputError(f"data.labels={file} is not a regular file")
     return np.fromfile(path, dtype=parse_dtype(dtype, "data.labels_dtype"))
 
 

@@ -42,6 +42,8 @@ def _decode(path: Path, begin: float, count: int, rate: int, limits: MediaLimits
             _fill(result, container, stream, begin, rate, Meter(limits))
         except av.FFmpegError as error:
             raise Unreadable("", f"its sound track is damaged: {error.strerror}; {_REMEDY}") from None
+    if np.isnan(result).any():
+        raise Unreadable("", f"its sound track holds values that are not numbers; {_REMEDY}")
     return result.clip(-1, 1)
 
 

@@ -16,7 +16,7 @@ from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source, Stream
 from kineograph.core.run_folder import write_atomic
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import iterate_lines, parse_json
 
 LIMIT, SAMPLE = 10_000, 1_000  # items of a set that is decoded whole, and of the sample of a larger one
 ENDLESS_FROM = 2**32  # items
@@ -126,10 +126,11 @@ def write_skipped(path: Path, skipped: Mapping[str, str] | Iterable[tuple[str, s
     """Add new items to skipped.jsonl, one {path, reason} per line. Returns its number of lines."""
     rows: dict[str, str] = {}
     if path.is_file():  # a pipe would block
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # damaged
-                row = parse_json(line)
-                rows[str(row["path"])] = str(row["reason"])
+        with open(path, "rb") as file:
+            for line in iterate_lines(file):
+                with suppress(ValueError, KeyError, TypeError):  # damaged
+                    row = parse_json(line)
+                    rows[str(row["path"])] = str(row["reason"])
     rows |= dict(skipped)
     if rows:
         lines = (json.dumps({"path": name, "reason": reason}) + "\n" for name, reason in rows.items())

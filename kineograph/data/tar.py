@@ -15,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +36,8 @@ _VERSION = 1
 _FOLDER = ".kineo-index"
 _NAME = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
 _STDERR_CHARS = 300  # of a failed command's stderr, in its error
+_MAX_TRAILING = 2**26  # bytes that a command prints behind the end of its tar
+_SLOWEST = 1000.0  # bytes a second of a URL
 _EXIT_TIMEOUT = 10.0  # seconds a command may take to exit after its output has been read
 
 
@@ -197,8 +200,13 @@ def stream_samples(
             if key is not None:
                 yield key, members
                 count += 1
-            while stream.read(1 << 20):  # a command with unread output would fail with a broken pipe
-                pass
+            trailing = 0
+            while shard.command is not None and (
+                rest := stream.read(1 << 20)
+            ):  # unread, it would fail with a broken pipe
+                trailing += len(rest)
+                if trailing > _MAX_TRAILING:
+                    raise TarDamaged(f"more than {_MAX_TRAILING:,} bytes behind its end")
         except (TarDamaged, *DAMAGED) as error:
             problem = f"cut off ({' '.join(str(error).split()) or type(error).__name__})"
         except OSError as error:
@@ -233,7 +241,8 @@ def _open_stream(shard: Shard, timeout: float) -> Iterator[tuple[Any, Callable[[
         except OSError as error:
             raise Unreadable(shard.name, f"{command[0]} cannot be started ({error.strerror}): {shown}") from None
         assert process.stdout is not None
-        stream = _TimeoutReader(process.stdout, shown, timeout)
+        rate = 0 if shard.url.startswith("pipe:") else _SLOWEST  # a command may take its time
+        stream = _TimeoutReader(process.stdout, shown, timeout, rate)
 
         def wait() -> str:
             if stream.timed_out:
@@ -279,22 +288,35 @@ class _SampleClock:
 
 
 class _TimeoutReader:
-    """Reads a pipe; raises TimeoutError after `timeout` seconds without a byte."""
+    """Reads a pipe; raises TimeoutError after `timeout` seconds without a byte, or of waiting for fewer than `rate` bytes a second."""
 
-    def __init__(self, pipe: IO[bytes], command: str, timeout: float) -> None:
-        self._fd, self._command, self._timeout = pipe.fileno(), command, timeout
+    def __init__(self, pipe: IO[bytes], command: str, timeout: float, rate: float) -> None:
+        self._fd, self._command, self._timeout, self._rate = pipe.fileno(), command, timeout, rate
+        self._waited, self._received = 0.0, 0
         self.timed_out = False
 
     def read(self, count: int) -> bytes:
         parts = []
         while count > 0:
+            began = time.monotonic()
             ready, _, _ = select.select([self._fd], [], [], self._timeout)
             if not ready:
                 self.timed_out = True
                 raise TimeoutError(f"no byte for {self._timeout:g} s (data.pipe_timeout) from: {self._command}")
             part = os.read(self._fd, count)
+            self._check_rate(time.monotonic() - began, len(part))
             if not part:
                 break
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
+
+    def _check_rate(self, waited: float, received: int) -> None:
+        self._waited, self._received = self._waited + waited, self._received + received
+        if self._waited > self._timeout:
+            if self._received < self._rate * self._waited:
+                self.timed_out = True
+                raise TimeoutError(
+                    f"{self._received:,} bytes in {self._waited:.0f} s (data.pipe_timeout) from: {self._command}"
+                )
+            self._waited, self._received = 0.0, 0

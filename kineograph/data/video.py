@@ -113,8 +113,8 @@ def _decode_frames(
     return first, result
 
 
-def load_video(file: Path, options: DecodeOptions) -> LoadedMedia:
-    """Decode all frames, or those of the span."""
+def load_video(file: Path, options: DecodeOptions, limit: int) -> LoadedMedia:
+    """Decode all frames, or those of the span. Raises Unreadable, also if they take more than `limit` bytes."""
     meter = Meter(options.limits)
     with open_video(file, options.limits) as container:
         stream = _video_stream(container)
@@ -137,7 +137,7 @@ def load_video(file: Path, options: DecodeOptions) -> LoadedMedia:
 
         size, pick = (shown.width, shown.height), partial(_pick_shown, times, timing, begin)
         rate, turned = options.fps or timing.rate, quarter_turns(shown)
-        media = LoadedMedia.of(convert(), size, options, pick, rate, turned, pixel_aspect(stream))
+        media = LoadedMedia.of(convert(), limit, size, options, pick, rate, turned, pixel_aspect(stream))
         if times != sorted(times):
             raise Unreadable("", "its frames have no order in time")
         return media

@@ -74,7 +74,7 @@ class WebDatasetConfig(MediaConfig):
     kept: int = Field(256, ge=1)
     """Streams only: validation (and test) samples, taken from the first shards and kept in a temporary file."""
     pipe_timeout: float = Field(300.0, gt=0)
-    """Streams only: give up a pipe after this many seconds without a byte."""
+    """Streams only: give up a pipe after so many seconds without a byte; a URL also below 1 kB a second."""
 
     @model_validator(mode="after")
     def _check_order(self) -> WebDatasetConfig:

@@ -21,7 +21,7 @@ from kineograph.core.errors import InputError, NoData, Unreadable
 from kineograph.core.noise import key_of
 from kineograph.core.protocols import Source
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import parse_json, read_regular
 from kineograph.data.decode import decode_media, probe_media
 from kineograph.data.file_listing import list_folder
 from kineograph.data.folder import Folder, FolderConfig
@@ -232,7 +232,7 @@ def _read_previews(root: Path, others: list[str]) -> dict[PurePosixPath, set[str
         path = PurePosixPath(name)
         if path.name == "prompts.json":
             with suppress(OSError, ValueError):
-                rows = parse_json((root / name).read_text(encoding="utf-8"))
+                rows = parse_json(read_regular(root / name))
                 if isinstance(rows, list) and rows and all(isinstance(row, dict) and "file" in row for row in rows):
                     drawn[path.parent] = {str(row["file"]) for row in rows}
     return drawn

@@ -13,6 +13,7 @@ from torch import Tensor
 from kineograph.core import distributed
 from kineograph.evaluate.metric_api import EvalBatch
 from kineograph.media.clips import write_clip
+from kineograph.media.frames import save_picture
 from kineograph.media.grids import add_footer, make_animated_comparison, make_grid
 
 SAMPLES = 36  # on a sheet
@@ -56,11 +57,10 @@ class SampleSheets:
         """Write the sheets; `figures` are lines about the samples, below their sheet."""
         written = []
         if self.samples:
-            folder.mkdir(parents=True, exist_ok=True)
             written.append(folder / f"{name}.png")
             clips = [enlarge_for_caption(entry.clips[0]) for entry in self.samples]
             sheet = make_grid(clips, captions=[entry.caption for entry in self.samples])
-            add_footer(sheet, figures).save(written[-1])
+            save_picture(add_footer(sheet, figures), written[-1])
         if self.reconstructions:
             inputs, outputs = ([entry.clips[side] for entry in self.reconstructions] for side in (0, 1))
             rows = make_animated_comparison([("input", inputs), ("reconstruction", outputs)])  # T 3 H W

@@ -66,7 +66,8 @@ def _read_script(path: Path, known: Collection[str]) -> list[Call]:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (SyntaxError, UnicodeDecodeError, ValueError, RecursionError, MemoryError) as error:
-        raise InputError(f"{path} is neither a Python script nor JSON or YAML: {error}") from None
+        reason = str(error) or "nested too deeply"  # what a RecursionError and a MemoryError do not say
+        raise InputError(f"{path} is neither a Python script nor JSON or YAML: {reason}") from None
     finder = _Finder(path, known)
     try:
         finder.visit(tree)

@@ -105,6 +105,7 @@ def _read_image(path: Path) -> Iterator[Frame]:
             start = 0  # milliseconds
             for frame in ImageSequence.Iterator(file):
                 meter.count_frame(*frame.size)
+                meter.check_animation(meter.frames, *frame.size)
                 image = frame.copy()  # decodes; WebP knows the duration only then
                 duration = round(frame.info.get("duration") or 0)
                 yield Frame(image, start / 1000, file.format)

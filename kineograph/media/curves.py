@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import iterate_lines, parse_json
 from kineograph.media.frames import replace_atomically
 
 DENSE = 2_000  # lines per stage and split that are all read; later ones are thinned out evenly
@@ -68,7 +68,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         stride = max(1, int(size / max(1, len(head)) * head.count(b"\n")) // (4 * DENSE))
         file.seek(0)
         counts: Counter[bytes] = Counter()
-        for line in file:
+        for line in iterate_lines(file):
             kind = b"".join(line.split(b",", 2)[:2])  # stage and split come first
             counts[kind] += 1
             if counts[kind] > DENSE and counts[kind] % stride:

@@ -58,6 +58,12 @@ def blend_over_black(image: Image.Image) -> Image.Image:
     return Image.composite(image.convert(opaque), Image.new(opaque, image.size), image.getchannel("A"))
 
 
+def save_picture(image: Image.Image, path: Path) -> None:
+    """Write a .png that appears complete or not at all, and in place of a link, not where it leads."""
+    with replace_atomically(path) as temporary:
+        image.save(temporary, format="PNG")
+
+
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` at the end, or is deleted on an error. Creates the parent folders."""

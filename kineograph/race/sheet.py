@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kineograph.core.run_folder import read_json
 from kineograph.media.clips import read_frames
-from kineograph.media.frames import to_pixels
+from kineograph.media.frames import save_picture, to_pixels
 from kineograph.media.grids import make_comparison
 
 
@@ -24,7 +24,7 @@ def write_sheet(path: Path, prompts: Sequence[str], real: Sequence[Tensor], draw
     if len(columns) == 1 or not prompts:
         return None
     rows = [(prompt, [clips[row] for clips in columns.values()]) for row, prompt in enumerate(prompts)]
-    make_comparison(rows, list(columns)).save(path)
+    save_picture(make_comparison(rows, list(columns)), path)
     return path
 
 

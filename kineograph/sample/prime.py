@@ -31,6 +31,7 @@ from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, ResizeCrop, res
 from kineograph.media.clips import Frame, read_frames
 from kineograph.sample.limits import ClipLimits, format_lengths
 
+_MAX_KEPT = 2**30  # pixels of the frames to continue, as they are stored: 4 GiB
 Size = tuple[int, int]
 
 
@@ -132,6 +133,11 @@ def _read_last_images(path: str | Path, fps: float | None, most: int) -> tuple[l
         kept.append(frame)
         while len(kept) > most if fps is None else len(kept) > 1 and kept[1].start <= frame.start - span + tolerance:
             kept.popleft()
+        if len(kept) * frame.image.width * frame.image.height > _MAX_KEPT:
+            raise InputError(
+                f"--prime {path}: {len(kept)} frames of {frame.image.width} × {frame.image.height} pixels, of which the last {most} are "
+                f"continued, and no more than {_MAX_KEPT:,} pixels are kept: scale it down first"
+            )
     if fps is None:
         seconds = kept[-1].start - first
         return [frame.image for frame in kept], count, (count - 1) / seconds if seconds > 0 else None

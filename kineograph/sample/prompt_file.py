@@ -162,7 +162,7 @@ def _check_scenes(prompts: Sequence[Prompt]) -> None:
 def _read_text(path: Path, noun: str) -> str:
     remedy = f"give a text file with one {noun} per line, or a .jsonl file with an object per line"
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_without_waiting) as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise InputError(f"{path} does not exist: {remedy}") from None
@@ -177,6 +177,13 @@ def _read_text(path: Path, noun: str) -> str:
     if "\0" in text:
         raise InputError(f"{path} is not UTF-8 text: save it as UTF-8, or {remedy}")
     return text
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """A pipe that nobody writes to is empty, instead of waiting for ever; others, such as <(command), are read."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _parse_line(line: str, where: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import yaml
 from kineograph.core.config import parse, parse_override
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.prompt import Prompt
-from kineograph.core.text_file import replace_surrogates
+from kineograph.core.text_file import MAX_CAPTION, replace_surrogates
 from kineograph.media.gif import MAX_FPS
 from kineograph.sample.prompt_file import read_prompts
 from kineograph.stage.spec import BatchConfig
@@ -43,7 +43,7 @@ class SampleRequest:
     """Use the averaged weights."""
     seed: int = 0
     prompts: Sequence[str | Prompt] | None = None
-    """A caption, or a Prompt with inputs of its own, per clip (in a story: per scene); None for an unconditional model."""
+    """A caption, or a Prompt with inputs of its own, per clip (in a story: per scene); None for an unconditional model, "" for the null text."""
     count: int = 1
     """Samples per prompt."""
     negative: str | None = None
@@ -84,6 +84,8 @@ class SampleRequest:
                 continue
             if not isinstance(prompt, str):
                 raise InputError(f"prompt {prompt!r} has type {type(prompt).__name__}: give a str")
+            if len(prompt) > MAX_CAPTION:
+                raise InputError(f"a prompt has {len(prompt):,} characters: shorten it to at most {MAX_CAPTION:,}")
             if replace_surrogates(prompt) != prompt:
                 raise InputError(f"prompt {prompt!r} holds half a character: give whole Unicode text")
         if self.negative is not None and self.prompts is None:

@@ -281,6 +281,10 @@ class Sampler:
             raise InputError(f"--fps {request.fps:g} has no effect on a picture: leave it out")
         options = self.resolve_options(request.options, guidance=request.guidance, steps=request.steps)
         check_guidance(options, request)
+        if request.prompts is None and request.prime is None and request.sketch is None and takes_captions(self.task):
+            raise InputError(
+                f'there is no prompt, and {self.task_name} draws captions: give one; "" draws unconditionally'
+            )
         if request.frames is not None or request.size is not None:
             self.limits.check_shape(frames, request.size)
         changed = _changed_options(self.options, options)

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from kineograph.core.capabilities import SupportsSampling
-from kineograph.core.errors import InputError
+from kineograph.core.errors import InputError, KineoError
 from kineograph.core.health import read_findings
 from kineograph.core.notes import Note, discard
 from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import Task, freeze, load_weights
-from kineograph.stage.build import build_task
+from kineograph.core.task import Task, check_shapes, freeze, load_weights
+from kineograph.stage.build import build_task, fake_tensors
 from kineograph.stage.spec import StageSpec, read_stage
 from kineograph.train import checkpoint
 from kineograph.train.compile import compile_task, is_large
@@ -60,6 +60,7 @@ class StageLoader:
             self.check_references(run, name, saved)
             self._warn_if_unhealthy(run, name, saved.step)
             spec = read_stage(run.config(), name)
+            self.check_fit(run, name, saved, ema)
             task = build_task(
                 spec,
                 lambda other: self.load(_qualify(other, run)),
@@ -75,6 +76,28 @@ class StageLoader:
             self._tasks[key] = task
             self.loaded_digests[f"{run.path}/{name}"] = saved.digest(ema)
         return self._tasks[key]
+
+    def check_fit(self, run: RunFolder, name: str, saved: checkpoint.Checkpoint, ema: bool) -> None:
+        """Refuse a config that does not fit the weights before its model takes memory."""
+        try:
+            with fake_tensors(), torch.random.fork_rng(devices=[]):
+                task = self._build_fake(run, name, saved)
+        except KineoError:
+            raise
+        except Exception:  # a Task that reads tensor values while it is built
+            return
+        try:
+            check_shapes(task, saved.weight_shapes(ema))
+        except InputError as error:
+            raise InputError(f"{run.path}/{name}: {error}") from None
+
+    def _build_fake(self, run: RunFolder, name: str, saved: checkpoint.Checkpoint) -> Task:
+        def build_reference(reference: str) -> Task:
+            other, stage = locate_stage(_qualify(reference, run), run)
+            return freeze(self._build_fake(other, stage, checkpoint.select(other.checkpoints(stage))))
+
+        spec, assets = read_stage(run.config(), name), saved.state().get("assets")
+        return build_task(spec, build_reference, discard, assets, for_training=False)
 
     def digest(self, reference: str) -> str:
         """Identify a stage's newest weights."""

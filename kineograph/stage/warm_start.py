@@ -61,7 +61,10 @@ def build_untrained(
     """Build a stage with fresh weights. It keeps the vocabulary of its checkpoint, or of the `init` whose embeddings it takes over."""
     seed = plan.stage_seed(stage.name)
     torch.manual_seed(key_of(seed, "init") >> 1)
-    saved = checkpoint.latest(loader.run.checkpoints(stage.name)) or init or _find_checkpoint(stage, loader)
+    own = checkpoint.latest(loader.run.checkpoints(stage.name))
+    if own is not None:
+        loader.check_fit(loader.run, stage.name, own, ema=False)
+    saved = own or init or _find_checkpoint(stage, loader)
     assets = saved.state().get("assets") if saved else None
     task = build_task(stage.spec, loader.load, note, assets, data.captions, seed)
     _warn_of_longer_clips(task, stage, note)

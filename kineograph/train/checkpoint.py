@@ -115,11 +115,18 @@ class Checkpoint:
 
     def weights(self, ema: bool = True) -> dict[str, Tensor]:
         """Read the weights to sample with: averaged ones if there are any."""
-        return self.tensors("ema" if ema and self.has("ema") else "model")
+        return self.tensors(self._weights_kind(ema))
+
+    def weight_shapes(self, ema: bool = True) -> dict[str, tuple[int, ...]]:
+        """Shapes of `weights`, without reading them."""
+        return self.shapes(self._weights_kind(ema))
+
+    def _weights_kind(self, ema: bool) -> str:
+        return "ema" if ema and self.has("ema") else "model"
 
     def digest(self, ema: bool = True) -> str:
         """A hash that identifies the weights, for caches made with them."""
-        kind = "ema" if ema and self.has("ema") else "model"
+        kind = self._weights_kind(ema)
         with _explain_removal(self.path):
             files = _read_manifest(self.path)["files"]
         if f"{kind}{_SUFFIX}" in files:

@@ -12,7 +12,7 @@ from typing import Any
 from kineograph.core import distributed
 from kineograph.core.errors import RunFailed
 from kineograph.core.run_folder import open_nofollow, sync_folder
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import iterate_lines, parse_json
 from kineograph.train.checkpoint import DISK_REMEDY
 from kineograph.train.checkpoint_folder import Phase
 from kineograph.train.phases import Cursor
@@ -78,7 +78,7 @@ class MetricsFile:
         if not self.path.is_file():  # a pipe would block
             return
         with open(self.path, "rb") as file:
-            for line in file:
+            for line in iterate_lines(file):
                 try:
                     record = parse_json(line)
                 except ValueError:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kineograph.core.notes import Note
+from kineograph.core.text_file import escape_controls
 
 LINE_EVERY = 15.0  # seconds between lines without a terminal
 
@@ -81,6 +82,7 @@ class Progress:
             self.log_note(line)
         if self.quiet:
             return
+        line = escape_controls(line)
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:

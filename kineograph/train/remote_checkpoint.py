@@ -6,6 +6,7 @@ Everything is checked against its manifest before it is read, and nothing is unp
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -17,14 +18,22 @@ from urllib.parse import unquote, urlsplit
 
 from kineograph.core.errors import InputError
 from kineograph.core.notes import Note
-from kineograph.core.remote_files import await_answer, describe_failure, download, is_url, open_filesystem
+from kineograph.core.remote_files import (
+    await_answer,
+    check_disk,
+    describe_failure,
+    download,
+    is_url,
+    open_filesystem,
+)
 from kineograph.core.tar_reader import DAMAGED, TarDamaged, TarReader, decompress
-from kineograph.core.text_file import parse_json
+from kineograph.core.text_file import parse_json, read_regular
 from kineograph.train import checkpoint
 from kineograph.train.trackers import import_wandb
 
 TARS = (".tar", ".tar.gz", ".tgz")
 _WANDB = "wandb:"
+_MAX_JSON = 2**26  # bytes
 
 
 def is_remote(source: str) -> bool:
@@ -133,27 +142,27 @@ def _explain_errors(source: str, url: str) -> Iterator[None]:
         raise InputError(f"{source} cannot be fetched: {describe_failure(url, error)}") from None
 
 
-def _download_file(url: str, path: Path, source: str) -> Path:
+def _download_file(url: str, path: Path, source: str, most: float = math.inf) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with _explain_errors(source, url):
         filesystem, remote_path = open_filesystem(url)
-        download(filesystem, remote_path, str(path))
+        download(filesystem, remote_path, str(path), most)
     return path
 
 
 def _download_folder(url: str, folder: Path) -> Path:
     """Download a checkpoint's manifest and the files that it lists."""
-    manifest = _download_file(f"{url}/manifest.json", folder / "manifest.json", url)
+    manifest = _download_file(f"{url}/manifest.json", folder / "manifest.json", url, _MAX_JSON)
     try:
-        names = list(parse_json(manifest.read_text(encoding="utf-8"))["files"])
-    except (ValueError, KeyError, TypeError):
+        sizes = {name: int(entry["bytes"]) for name, entry in parse_json(read_regular(manifest))["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise InputError(f"{url}/manifest.json is not the manifest of a checkpoint") from None
-    for name in names:
+    for name, size in sizes.items():
         if not checkpoint.is_checkpoint_file(name):
             raise InputError(f"{url}/manifest.json names {name!r}, which is not a file of a checkpoint")
-        _download_file(f"{url}/{name}", folder / name, url)
+        _download_file(f"{url}/{name}", folder / name, url, size)
     try:
-        _download_file(f"{url}/phase.json", folder / "phase.json", url)
+        _download_file(f"{url}/phase.json", folder / "phase.json", url, _MAX_JSON)
     except InputError:  # there is none until a phase is finished
         (folder / "phase.json").unlink(missing_ok=True)
     return folder
@@ -174,6 +183,7 @@ def _unpack(path: Path, folder: Path, source: str) -> Path:
                 with open(target, "wb") as copy:
                     for part in tar.read_parts(member):
                         copy.write(part)
+                        check_disk(target)
     except (TarDamaged, *DAMAGED, OSError) as error:
         raise InputError(f"{source} is not a tar that can be unpacked: {error}") from None
     return folder

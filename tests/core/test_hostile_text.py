@@ -12,11 +12,15 @@ import pytest
 from PIL import Image
 
 from kineograph.cli import main
+from kineograph.core.config import parse
 from kineograph.core.config_file import load_file
+from kineograph.core.distributed import print_note
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.prompt import Prompt
 from kineograph.core.run_folder import write_json
-from kineograph.core.text_file import clean_caption, parse_json
+from kineograph.core.text_file import MAX_CAPTION, clean_caption, parse_json
 from kineograph.data.arrays import read_captions_beside
+from kineograph.data.captions import strip_captions
 from kineograph.data.check import check_folder
 from kineograph.data.dataset import check_value
 from kineograph.data.folder import Folder, FolderConfig
@@ -166,3 +170,50 @@ def test_arguments_that_are_not_utf8_are_refused_by_name(tmp_path):
 def test_a_file_name_that_is_not_utf8_can_be_listed(tmp_path):
     write_json(tmp_path / "a.json", {"path": os.fsdecode(b"caf\xe9.png")})
     assert json.loads((tmp_path / "a.json").read_text()) == {"path": os.fsdecode(b"caf\xe9.png")}
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal(tmp_path, capsys):
+    """A name could move the cursor, or set the window's title."""
+    (tmp_path / "a\x1b]0;b\x07.png").write_bytes(b"no picture")
+    Image.new("RGB", (8, 8)).save(tmp_path / "c\x1b[2J.png")
+    shown = "\\x1b[2J.png"
+    for words in (["data", "check", str(tmp_path)], ["data", "show", str(tmp_path), "--out", str(tmp_path / "x.png")]):
+        with pytest.raises(SystemExit):
+            main(words)
+    with pytest.raises(SystemExit):
+        main(["data", "check", str(tmp_path / "d\x1b[2J.png")])
+    print_note(str(tmp_path / "c\x1b[2J.png"))
+    (tmp_path / "runs" / "e\x1b[2J.png").mkdir(parents=True)
+    (tmp_path / "runs" / "e\x1b[2J.png" / "config.yaml").write_text("stages: {a: {task: vqgan}}")
+    with pytest.raises(SystemExit):
+        main(["runs", str(tmp_path / "runs")])
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err
+    assert shown in printed.out and shown in printed.err
+
+
+def test_text_without_end_is_no_caption():
+    """A tokenizer would take gigabytes for it."""
+    text = "x" * (MAX_CAPTION + 1)
+    assert len(clean_caption(text)) == len(strip_captions([text])[0]) == MAX_CAPTION
+    with pytest.raises(InputError, match="1,048,577 characters: shorten it to at most 1,048,576"):
+        SampleRequest("run", prompts=[text])
+    with pytest.raises(ConfigError, match="a prompt has at most 1,048,576"):
+        parse(Prompt, {"prompt": text}, "prompts.0")
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "captions.txt"])
+def test_captions_that_do_not_fit_into_memory_are_named(tmp_path, name):
+    """A file with holes takes no space on the disk."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    np.save(tmp_path / "clips.npy", np.zeros((2, 8, 8), np.uint8))
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(
+        InputError, match=rf"{name} has 1,099,511,627,776 bytes, and no more than 4,294,967,296 are read"
+    ):
+        if name == "captions.txt":
+            read_captions_beside(tmp_path / "clips.npy")
+        else:
+            Folder.open(FolderConfig(folder=str(tmp_path), validation=0), "train", 0)
+    check_folder(tmp_path)

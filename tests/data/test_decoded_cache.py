@@ -10,11 +10,15 @@ import pytest
 from PIL import Image
 
 from kineograph.core.config import parse
+from kineograph.core.errors import Unreadable
+from kineograph.core.media_file import Meter
 from kineograph.core.memory import MainMemory
 from kineograph.data import decoded_cache
+from kineograph.data.decode import load_media
 from kineograph.data.decoded_cache import keep_if_small
 from kineograph.data.folder import Folder
 from kineograph.data.loader import Loader
+from tests.data.conftest import write_video
 
 
 @pytest.fixture
@@ -101,3 +105,22 @@ def test_an_unreadable_file_stays_unreadable(media):
     loader = Loader(source, 3, 9)
     list(loader.steps(0, 2))
     assert set(loader.skipped) == {"broken.png"}
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+@pytest.mark.parametrize("crop", ["center", "random"])
+def test_a_file_too_large_to_keep_is_not_decoded_whole(tmp_path, monkeypatch, suffix, crop):
+    """An hour of video among small clips would fill the memory before its size is known."""
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".gif":
+        images = [Image.new("RGB", (16, 16), (number, 0, 0)) for number in range(40)]
+        images[0].save(path, save_all=True, append_images=images[1:])
+    else:
+        write_video(path, np.zeros((40, 16, 16, 3), np.uint8))
+    counted = []
+    count_frame = Meter.count_frame
+    monkeypatch.setattr(Meter, "count_frame", lambda *args: (counted.append(1), count_frame(*args)))
+    options = opened(tmp_path, size=16, crop=crop)._options
+    with pytest.raises(Unreadable, match="more than 3,000 bytes"):
+        load_media(path, suffix, "a", options, 3_000)
+    assert len(counted) <= 6

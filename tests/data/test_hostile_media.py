@@ -22,6 +22,7 @@ from kineograph.data.media_config import DecodeOptions
 from kineograph.data.startup_scan import scan
 from kineograph.data.transforms import ResizeCrop
 from kineograph.media.clips import read_frames
+from kineograph.sample import prime
 from tests.data.conftest import write_video
 
 EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
@@ -115,11 +116,38 @@ def test_the_work_of_other_threads_is_no_fault_of_a_file():
     assert stopwatch.seconds() < 0.02
 
 
-def test_an_animation_larger_than_its_first_frame_says(tmp_path):
-    """13,000² × 500 frames: each frame passes Pillow's limit, all together would take hours."""
-    path = save_gif(tmp_path / "a.gif", (200, 200), 40)
-    with pytest.raises(Unreadable, match=r"40,000|200 × 200"):
-        decode(path, pixels=39_999)
+@pytest.mark.parametrize("suffix", [".gif", ".png", ".webp"])
+def test_an_animation_that_is_too_large_in_all_is_not_decoded(tmp_path, monkeypatch, suffix):
+    """13,000² × 500 frames: each frame is within data.limits.pixels, all together take many minutes."""
+    path = save_gif(tmp_path / f"a{suffix}", (20, 20), 9)
+    assert len(decode(path, animation_pixels=3_600).pixels) == 2
+    monkeypatch.setattr(Image.Image, "load", None)
+    reason = r"9 frames of 20 × 20 pixels, and no more than 3,599 pixels in all .*data.limits.animation_pixels"
+    with pytest.raises(Unreadable, match=reason):
+        decode(path, animation_pixels=3_599)
+    with pytest.raises(Unreadable, match=reason):
+        probe_media(path, suffix, "a", limits=MediaLimits(animation_pixels=3_599))
+
+
+def test_a_gif_whose_canvas_grows(tmp_path):
+    """Its header says 16 × 16, its last frame is larger."""
+    data = bytearray(save_gif(tmp_path / "a.gif", frames=5).read_bytes())
+    at = data.rindex(b"\x2c" + bytes(4) + b"\x10\0\x10\0")
+    data[at + 5 : at + 9] = b"\x00\x20\x00\x20"  # 8192 × 8192
+    (tmp_path / "b.gif").write_bytes(data)
+    with pytest.raises(Unreadable, match=r"5 frames of 8192 × 8192 pixels.*animation_pixels"):
+        probe_media(tmp_path / "b.gif", ".gif", "b", decode_all=True, limits=MediaLimits(animation_pixels=2**24))
+
+
+def test_a_clip_to_continue_that_fills_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(prime, "_MAX_KEPT", 16 * 16 * 3)
+    path = save_gif(tmp_path / "a.gif")
+    assert len(prime._read_last_images(path, None, 3)[0]) == 3
+    with pytest.raises(InputError, match=r"4 frames of 16 × 16 pixels.*scale it down"):
+        prime._read_last_images(path, None, 5)
+    monkeypatch.setattr("kineograph.media.clips._LIMITS", MediaLimits(animation_pixels=1_000))
+    with pytest.raises(InputError, match=r"4 frames of 16 × 16.*1,000 pixels in all"):
+        prime._read_last_images(path, None, 3)
 
 
 def test_an_apng_that_states_two_billion_frames(tmp_path):

@@ -1,4 +1,5 @@
 import json
+import os
 import pickle
 import re
 import zipfile
@@ -10,6 +11,7 @@ from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.array_layout import infer_layout
 from kineograph.data.arrays import Array, load_npy
+from kineograph.data.check import check_folder
 from kineograph.data.memmap import Memmap
 
 
@@ -326,3 +328,23 @@ def test_hostile_npz(tmp_path, monkeypatch):
         file.writestr("arr_0.npy", array.replace(b"(6, 4, 8, 8)", b"(-6, 4, 8,8)"))
     with pytest.raises(InputError, match=r"not a readable|no readable array"):  # not unpacked without a limit
         opened(tmp_path / "e.npz")
+
+
+def test_arrays_without_pixels_and_with_endless_items_are_refused(tmp_path, monkeypatch):
+    np.save(tmp_path / "clips.npy", np.zeros((8, 0, 16, 16, 3), np.uint8))
+    with pytest.raises(InputError, match=r"shape \(8, 0, 16, 16, 3\): there are no pixels in it"):
+        opened(tmp_path)
+    assert "no pixels" in str(check_folder(tmp_path).problems)
+    np.save(tmp_path / "clips.npy", clips())
+    monkeypatch.setattr("kineograph.data.array_layout._MAX_ITEMS", 5)
+    with pytest.raises(InputError, match="6 items, and no more than 5 are read: use tar shards"):
+        opened(tmp_path, layout="NTHW")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["labels.npy", "labels.npz", "labels.raw"])
+def test_labels_that_are_a_pipe_do_not_block(tmp_path, name):
+    np.save(tmp_path / "clips.npy", clips())
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match="not a regular file"):
+        opened(tmp_path, labels=name)

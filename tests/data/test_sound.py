@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,6 +109,16 @@ def test_a_wav_beside_a_clip_is_its_sound(folder, tmp_path):
     write_clip(tmp_path / "a.gif", clip + torch.arange(8)[:, None, None, None] / 8, FPS, Sound(tone.view(8, -1), rate))
     sound = open_folder(tmp_path, frames=8).read(0, numpy_rng(0)).extra["audio"]
     assert sound.shape == (8, 1000) and read_pitch(sound, RATE) == pytest.approx(440, rel=0.01)
+
+
+def test_a_sound_of_values_that_are_no_numbers_is_unreadable(tmp_path):
+    """One would make the loss of its whole batch NaN."""
+    write_clip(tmp_path / "a.mp4", torch.rand(10, 3, 32, 32), FPS)
+    samples = np.full(16_000, np.nan, "<f4").tobytes()
+    form = struct.pack("<4sI4s4sIHHIIHH", b"RIFF", 36 + len(samples), b"WAVE", b"fmt ", 16, 3, 1, 8000, 32000, 4, 32)
+    (tmp_path / "a.wav").write_bytes(form + struct.pack("<4sI", b"data", len(samples)) + samples)
+    with pytest.raises(Unreadable, match="not numbers; add a sound track"):
+        open_folder(tmp_path).read(0, numpy_rng(0))
 
 
 def test_a_clip_without_sound_is_unreadable_and_says_what_to_do(tmp_path):

@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import tarfile
+import threading
 import time
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from kineograph.core.errors import InputError, RunFailed, Unreadable
 from kineograph.core.media_file import MediaLimits
 from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Stream
-from kineograph.data import print_url
+from kineograph.data import print_url, tar
 from kineograph.data.loader import Loader
 from kineograph.data.shards import Shard, find_shards
 from kineograph.data.tar import stream_samples
@@ -185,6 +186,38 @@ def test_a_silent_pipe_is_given_up_and_its_processes_end(tmp_path: Path) -> None
     assert "no byte for 2 s" in source.skipped["00009.tar"]
     assert not os.path.exists(f"/proc/{mark.read_text().strip()}")
     assert len(texts(Loader(source, 1, 2), 0, 3)) == 3
+
+
+@pytest.mark.timeout(20)
+def test_output_without_end_is_damage(tmp_path: Path) -> None:
+    given = pipes(tmp_path, (3,))
+    source = opened([given[0], "pipe:cat /dev/zero x/00009.tar"], max_unreadable=1)
+    assert "bytes behind its end" in source.skipped["00009.tar"]
+
+
+@pytest.mark.timeout(20)
+def test_a_url_that_drips_is_given_up() -> None:
+    """A byte now and then would take days for a sample; a command of one's own may take its time."""
+    for rate, given_up in ((1000, True), (0, False)):
+        reader, writer = os.pipe()
+        stop = threading.Event()
+
+        def drip(writer: int = writer, stop: threading.Event = stop) -> None:
+            while not stop.wait(0.02):
+                os.write(writer, b"x")
+            os.close(writer)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with open(reader, "rb") as pipe:
+            stream = tar._TimeoutReader(pipe, "curl", 0.3, rate)
+            if given_up:
+                with pytest.raises(TimeoutError, match=r"\d+ bytes in 0 s \(data.pipe_timeout\) from: curl"):
+                    stream.read(10_000)
+            else:
+                assert stream.read(40) == b"x" * 40
+            stop.set()
+            thread.join()
 
 
 def test_a_pipe_that_breaks_and_does_not_end_is_not_waited_for(tmp_path: Path) -> None:

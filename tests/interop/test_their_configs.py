@@ -291,6 +291,7 @@ def test_an_endless_script_is_refused(tmp_path: Path) -> None:
         ("x.yaml", "{colour: red}", "muse", "calls none of VQGanVAE"),
         ("x.json", '{"VQGanVAE": {"dim": 8}, "Unet": {"dim": 8}}', "muse", "unknown class Unet"),
         ("x.py", "vae = (", "nuwa", "neither a Python script"),
+        ("x.py", "x = " + "-" * 100_000 + "1", "nuwa", "nor JSON or YAML: nested too deeply"),
         ("x.json", '{"stages": {}}', "dalle2-config", "no config of DALLE2-pytorch"),
         ("x.json", '{"decoder": {"unets": []}, "data": {}}', "dalle2-config", "decoder.unets must list"),
         ("x.json", '{"decoder": {"unets": [{"dim": 8}], "image_sizes": [64, 128]}, "data": {}}', "dalle2-config", "2 sizes for 1"),

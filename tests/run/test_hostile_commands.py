@@ -12,10 +12,15 @@ import yaml
 
 from kineograph.cli import main
 from kineograph.core.errors import ConfigError, InputError, RunFailed
+from kineograph.core.health import read_findings
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.startup_scan import write_skipped
 from kineograph.evaluate.compare import compare
+from kineograph.evaluate.sheets import SampleSheets, _Entry
+from kineograph.media.clips import write_clip
+from kineograph.media.curves import read_records
 from kineograph.media.grids import wrap_text
+from kineograph.race.sheet import write_sheet
 from kineograph.run.listing import list_runs, print_runs
 from kineograph.run.plan import make_plan, resolve_run
 from kineograph.run.resume_from import fetch_checkpoints
@@ -172,3 +177,39 @@ def test_odd_lines_of_skipped_items_are_left_out(tmp_path):
     path.write_bytes(b'{"path": "a", "reason": "b"}\n[1]\n{\n{"path": 1}\n\xff\n')
     assert write_skipped(path, {"c": "d"}) == 2
     assert [json.loads(line)["path"] for line in path.read_text().splitlines()] == ["a", "c"]
+
+
+def test_pictures_replace_links(tmp_path):
+    """Sheets of an evaluation or a race have names that a folder from elsewhere can hold as links."""
+    (tmp_path / "target").write_text("mine")
+    sheets = SampleSheets()
+    sheets.samples.append(_Entry(0, [torch.rand(1, 3, 16, 16)], "a 3"))
+    for name in ("generator.png", "sheet.png"):
+        (tmp_path / name).symlink_to(tmp_path / "target")
+    sheets.write(tmp_path, "generator", 8.0)
+    clip = torch.rand(1, 3, 16, 16)
+    write_clip(tmp_path / "a.png", clip, 8.0)
+    (tmp_path / "a.json").write_text(json.dumps({"file": "a.png", "prompt": "a 3"}))
+    write_sheet(tmp_path / "sheet.png", ["a 3"], [clip], {"muse": tmp_path})
+    assert (tmp_path / "target").read_text() == "mine"
+    assert not (tmp_path / "generator.png").is_symlink()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluation.json", "skipped.jsonl", "failed"])
+def test_files_with_holes_do_not_fill_the_memory(tmp_path, name, capsys):
+    """A terabyte that takes no space on the disk."""
+    run = make_run(tmp_path / "run")
+    with open(run.path / name, "wb") as file:
+        file.write(
+            b'{"stage": "generator", "split": "train", "step": 3, "loss": 1.0}\n' if name == "metrics.jsonl" else b""
+        )
+        file.truncate(2**40)
+    print_runs(tmp_path)
+    assert "run" in capsys.readouterr().out
+    assert [record["step"] for record in MetricsFile(run.metrics_file).read()] == [3] * (name == "metrics.jsonl")
+    assert list(read_findings(run.metrics_file)) == []
+    if name == "skipped.jsonl":
+        assert write_skipped(run.path / name, {"a": "b"}) == 1
+    if name == "metrics.jsonl":
+        assert len(list(read_records(run.metrics_file))) == 1

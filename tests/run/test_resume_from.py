@@ -9,6 +9,7 @@ import shutil
 import tarfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,13 @@ def server(whole: Path) -> Iterator[str]:
             pass
 
         def do_GET(self) -> None:
+            if self.path.startswith("/endless"):
+                self.send_response(200)
+                self.end_headers()
+                with suppress(OSError):
+                    while True:
+                        self.wfile.write(bytes(2**16))
+                return None
             if self.path != "/torn.tar":
                 return super().do_GET()
             self.send_response(200)  # promises more than it gives
@@ -247,6 +255,17 @@ def test_a_manifest_that_leads_outside_is_refused(whole: Path, server: str, tmp_
 def test_a_connection_that_ends_too_early(server: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"torn\.tar cannot be fetched: .*run the same command again"):
         go_on(tmp_path / "here", f"{server}/torn.tar")
+
+
+@pytest.mark.timeout(60)
+def test_answers_without_end_are_given_up(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_checkpoint, "_MAX_JSON", 10**6)
+    with pytest.raises(InputError, match=r"endless/manifest.json has more than the 1,000,000 bytes that it should"):
+        go_on(tmp_path / "run", f"{server}/endless")
+    monkeypatch.setattr("kineograph.core.remote_files._RESERVED", 2**60)
+    with pytest.raises(InputError, match="bytes of the disk are free: free disk space"):
+        go_on(tmp_path / "run", f"{server}/endless.tar")
+    assert not (tmp_path / "run").exists()
 
 
 def test_weights_alone_are_no_run(whole: Path, tmp_path: Path) -> None:

@@ -129,9 +129,9 @@ def test_formats(run, tmp_path):
 
 def test_pictures_are_png_in_the_run_folder_by_default(tmp_path):
     run = make_run(tmp_path / "pictures")
-    written = write_samples(run.path, None, device="cpu")
+    written = write_samples(run.path, [""], device="cpu")
     assert written == [run.path / "drawn" / "unconditional-0001.png"]
-    drawn = Sampler.open(run.path, device="cpu").sample(None)
+    drawn = Sampler.open(run.path, device="cpu").sample("")
     saved = read_clip(written[0])[0].float() / 255
     torch.testing.assert_close(saved, drawn.pixels[0], rtol=0, atol=0.51 / 255)
     assert drawn.save(tmp_path / "again")[0].read_bytes() == written[0].read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -254,3 +255,15 @@ def test_the_name_of_a_picture_may_be_too_long(tmp_path):
     path.write_text(f"a@@{'x' * 5000}.png")
     with pytest.raises(InputError, match="does not exist"):
         read_prompts(path)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_read_while_someone_writes_to_it(tmp_path):
+    os.mkfifo(tmp_path / "p.txt")
+    with pytest.raises(InputError, match="prompt"):
+        read_prompts(tmp_path / "p.txt")
+    reader, writer = os.pipe()
+    os.write(writer, b"a 3\n")
+    os.close(writer)
+    assert [prompt.prompt for prompt in read_prompts(Path(f"/dev/fd/{reader}"))] == ["a 3"]
+    os.close(reader)

@@ -71,9 +71,9 @@ def test_guidance_without_effect_is_refused(sampler):
 def test_negative_prompt_and_count_without_captions(sampler):
     led = sampler.sample(["a 3"], guidance=2.0)
     assert not torch.equal(sampler.sample(["a 3"], guidance=2.0, negative="blurred").pixels, led.pixels)
-    drawn = sampler.sample(None, count=3)
+    drawn = sampler.sample("", count=3)
     assert len(drawn) == 3
-    assert drawn.captions == [None] * 3
+    assert drawn.captions == [""] * 3
 
 
 def test_a_negative_prompt_without_guidance_is_refused(sampler):
@@ -83,6 +83,13 @@ def test_a_negative_prompt_without_guidance_is_refused(sampler):
     with pytest.raises(InputError, match="at guidance=0"):  # this schedule ends at 1 + guidance
         check_guidance(DiffusionSample(guidance=0.0, guidance_schedule="cosine"), request)
     check_guidance(DiffusionSample(guidance=1.0, guidance_schedule="cosine"), request)
+
+
+def test_captions_are_left_out_on_purpose_only(sampler):
+    with pytest.raises(InputError, match=r'there is no prompt, and .* draws captions: give one; "" draws uncond'):
+        sampler.sample()
+    assert sampler.sample("").captions == [""]
+    assert sampler.sample(prime=torch.rand(1, 3, 32, 32)).captions == [None]
 
 
 def test_captions_are_text(sampler):
