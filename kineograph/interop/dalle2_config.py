@@ -14,10 +14,13 @@ from kineograph.interop.dalle2_keys import (
     CLIPS,
     DECODER_DEFAULTS,
     DECODER_ROWS,
+    DYNAMIC_QUANTILE,
+    EVALUATION_SAMPLES,
     METRICS,
     PER_UNET,
     PRIOR_DATA,
     PRIOR_DEFAULTS,
+    PRIOR_EPS,
     PRIOR_ROWS,
     SCHEDULES,
     UNET,
@@ -78,6 +81,11 @@ def _translate_decoder(tree: Tree, path: Path) -> KeyTranslation:
     _translate_metrics(keys)
     _remark_end_shard(keys)
     keys.move_all(DECODER_ROWS)
+    if keys.get("data.resample"):
+        keys.take("data.shuffle_train")
+        keys.ours["data"].pop("shuffle", None)  # theirs draws at random with shuffle_train false only
+    if keys.get("train.samples"):
+        keys.put("train.grids", ["train", "test"] if keys.get("data.test") else ["train"])
     _translate_batch(keys)
     _translate_epochs(keys)
     _translate_crops(keys)
@@ -93,6 +101,10 @@ def _translate_decoder(tree: Tree, path: Path) -> KeyTranslation:
         _set_cross_attention(unet)
     for key, ours, convert in PER_UNET:
         _move_each(keys, key, ours, convert, names)
+    for name in names:
+        sample = keys.get(f"stages.{name}.sample") or {}
+        if sample.get("clip") == "dynamic" and "clip_quantile" not in sample:
+            keys.put(f"stages.{name}.sample.clip_quantile", DYNAMIC_QUANTILE)
     _translate_schedules(keys, names)
     _translate_blur(keys, names)
     return keys
@@ -277,6 +289,9 @@ def _translate_metrics(keys: KeyTranslation) -> None:
             keys.moved[f"evaluate.{theirs}"] = "train.metrics"
     if wanted:
         keys.put("train.metrics", wanted)
+        # Theirs draws from the items' own embeddings.
+        keys.put("train.metric_options.from_items", True)
+        keys.left.setdefault("evaluate.n_evaluation_samples", EVALUATION_SAMPLES)
 
 
 def _translate_tracker(keys: KeyTranslation) -> None:
@@ -328,11 +343,20 @@ def _translate_prior(tree: Tree) -> KeyTranslation:
         prior.record_move("image_embed_dim", ".clip.width")
     prior.put(".clip", clip or {"kind": "given", "width": width})
     prior.move_all(PRIOR_ROWS)
+    width, heads = prior.get(".width"), prior.get(".heads")
+    if width and heads:
+        prior.take("net.dim_head", equal(width / heads))
+    if clip is not None:
+        prior.take("net.max_text_len", count)  # that of the CLIP
+    keys.put("train.eps", PRIOR_EPS)
     keys.move_all(PRIOR_DATA)
     objective = prior.take("predict_x_start", flag)
-    prior.put(".diffusion.objective", "eps" if objective is False else "x0")
+    predicts_v = prior.take("predict_v", flag)
+    prior.put(".diffusion.objective", "v" if predicts_v else "eps" if objective is False else "x0")
     if prior.get(".sample.steps") is None:
         prior.put(".sample", {"steps": prior.get(".diffusion.steps") or 1000, "solver": "ddpm"})
+    else:
+        prior.put(".sample.eta", 1.0)  # of theirs
     _translate_batch(keys)
     _translate_tracker(keys)
     points, epochs = keys.take("data.num_data_points", count), keys.take("train.epochs", count)
