@@ -14,6 +14,7 @@ def _read_size(value: Any) -> Any:
 
 
 L2 = choose({True: "l2", False: "l1"})
+KMEANS = choose({True: 10, False: 0})  # iterations on the first batch
 CODEC_TRAINER: list[Row] = [
     ("num_train_steps", ".train.steps", count),
     ("image_size", "data.size", _read_size),
@@ -80,12 +81,12 @@ NUWA_VAE: list[Row] = [
     ("l2_recon_loss", ".loss", L2),
     ("use_attn", ".attention", flag),
     ("vq_use_cosine_sim", None, only(True)),
-    ("vq_kmeans_init", None, only(True)),
 ]
 NUWA_QUANTIZER: list[Row] = [
     ("vq_codebook_dim", ".quantizer.dim", count),
     ("vq_decay", ".quantizer.decay", number),
     ("vq_commitment_weight", ".quantizer.commitment", number),
+    ("vq_kmeans_init", ".quantizer.kmeans", KMEANS),
 ]
 NUWA: list[Row] = [
     ("dim", ".width", count),

@@ -486,3 +486,10 @@ def test_what_their_scripts_do_by_themselves_is_written_down(tmp_path: Path) -> 
     assert ours["train"]["ema"] == {"start": 50, "every": 10, "decay": 0.99} and ours["train"]["eps"] == 1e-6
     assert ours["train"]["warmup"] == 0 and ours["stages"]["prior"]["diffusion"]["objective"] == "v"
     assert "dim_head" not in printed
+
+
+def test_a_codebook_without_k_means(tmp_path: Path) -> None:
+    printed = translate_script(
+        tmp_path, "nuwa", "VQGanVAE(dim=32, image_size=64, use_vgg_and_gan=False, vq_kmeans_init=False)"
+    )
+    assert parse_printed(printed)["stages"]["tokenizer"]["quantizer"]["kmeans"] == 0
