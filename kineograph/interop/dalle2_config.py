@@ -101,10 +101,7 @@ def _translate_decoder(tree: Tree, path: Path) -> KeyTranslation:
         _set_cross_attention(unet)
     for key, ours, convert in PER_UNET:
         _move_each(keys, key, ours, convert, names)
-    for name in names:
-        sample = keys.get(f"stages.{name}.sample") or {}
-        if sample.get("clip") == "dynamic" and "clip_quantile" not in sample:
-            keys.put(f"stages.{name}.sample.clip_quantile", DYNAMIC_QUANTILE)
+    _translate_thresholds(keys, names)
     _translate_schedules(keys, names)
     _translate_blur(keys, names)
     return keys
@@ -185,6 +182,18 @@ def _set_cross_attention(unet: Part) -> None:
         unet.put(".cross_attention", [level > 0 for level in range(levels)])
 
 
+def _translate_thresholds(keys: KeyTranslation, names: list[str]) -> None:
+    """The quantile of dynamic thresholding; without that it has no effect there, and is refused here."""
+    key = "decoder.dynamic_thres_percentile"
+    for name in names:
+        sample = keys.get(f"stages.{name}.sample") or {}
+        if sample.get("clip") == "dynamic":
+            sample.setdefault("clip_quantile", DYNAMIC_QUANTILE)
+        elif "clip_quantile" in sample:
+            keys.left[key] = sample.pop("clip_quantile")
+            keys.moved.pop(key, None)
+
+
 def _translate_schedules(keys: KeyTranslation, names: list[str]) -> None:
     """Their defaults: cosine, and linear for the largest U-Net of a cascade. Fewer steps than trained are DDIM's."""
     default = ["cosine"] * max(len(names) - 1, 1) + ["linear"] * (len(names) > 1)
@@ -208,6 +217,12 @@ def _translate_schedules(keys: KeyTranslation, names: list[str]) -> None:
             keys.put(f"stages.{name}.diffusion.weighting", "p2")
     for key, objective in {"predict_x_start": "x0", "predict_v": "v"}.items():
         _move_each(keys, f"decoder.{key}", "diffusion.objective", choose({True: objective, False: None}), names)
+    for name in names:
+        diffusion = keys.get(f"stages.{name}.diffusion") or {}
+        if diffusion.get("weighting") == "p2" and diffusion.get("objective", "eps") != "eps":
+            keys.remark(
+                f"stages.{name}.diffusion.weighting=p2 weights the error of ε; theirs weights that of {diffusion['objective']} alike"
+            )
 
 
 def _translate_blur(keys: KeyTranslation, names: list[str]) -> None:

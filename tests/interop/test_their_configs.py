@@ -493,3 +493,10 @@ def test_a_codebook_without_k_means(tmp_path: Path) -> None:
         tmp_path, "nuwa", "VQGanVAE(dim=32, image_size=64, use_vgg_and_gan=False, vq_kmeans_init=False)"
     )
     assert parse_printed(printed)["stages"]["tokenizer"]["quantizer"]["kmeans"] == 0
+
+
+def test_thresholds_and_weights_that_differ_are_said(tmp_path: Path) -> None:
+    change: Tree = {"decoder": {"use_dynamic_thres": False, "dynamic_thres_percentile": 0.9, "predict_v": True}}
+    printed = dalle2_config.translate(write_json(tmp_path, merge(DECODER, change)))
+    assert "# not translated: decoder.dynamic_thres_percentile = 0.9" in printed
+    assert "diffusion.weighting=p2 weights the error of ε; theirs weights that of v alike" in printed
