@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ PACKAGES = tuple(CLASSES)
 CODECS = {"phenaki": ("cvivit", "CViViT"), "nuwa": ("vqgan", "VQGanVAE"), "muse": ("vqgan", "VQGanVAE")}
 STAGES = ("tokenizer", "sketch_tokenizer", "sound_tokenizer", "generator", "superres")  # in the order of training
 TORCH_BETAS = [0.9, 0.999]  # of torch's Adam; ours are phenaki-pytorch's
-CAPTION_DROPOUT, GUIDANCE, TOP_SHARE = 0.2, 2.0, 0.1  # what NUWA's forward and generate take by themselves
+CAPTION_DROPOUT, GUIDANCE = 0.2, 2.0  # what NUWA's forward and generate take by themselves
+TOP_SHARE = 0.1  # of the codes, among which NUWA and Muse draw
 
 
 def translate(path: Path, package: str) -> str:
@@ -433,6 +435,8 @@ def _translate_muse(script: _Script) -> None:
             _translate_heads(inner)
             inner.take("num_tokens", equal(inner.get("stages.tokenizer.quantizer.codes")))
         part.move_all(MUSE_MASKGIT)
+        if codes := part.get("stages.tokenizer.quantizer.codes"):
+            part.put(".sample.top_k", math.ceil(TOP_SHARE * codes))
         _translate_self_critic(part)
         if is_large and part.get("stages.generator"):
             part.put(".low_res", "generator")

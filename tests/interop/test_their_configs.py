@@ -252,6 +252,7 @@ def test_muse_has_two_generators(tmp_path: Path) -> None:
     assert list(stages) == ["tokenizer", "generator", "superres"]
     assert stages["tokenizer"]["multipliers"] == [1, 1, 2] and stages["tokenizer"]["blocks"] == [0, 0, 1]
     assert (stages["generator"]["depth"], stages["superres"]["depth"]) == (5, 1)
+    assert stages["generator"]["sample"] == {"top_k": 26}  # a tenth of the codes
     assert stages["superres"]["low_res"] == "generator" and stages["superres"]["low_res_size"] == 32
 
 
