@@ -196,6 +196,11 @@ _DECOMPRESSORS: dict[bytes, Callable[[Any], Readable]] = {
 }
 
 
+def is_compressed(head: bytes) -> bool:
+    """Whether a file begins like a gzip, bzip2 or xz file."""
+    return head.startswith(tuple(_DECOMPRESSORS))
+
+
 def decompress(stream: Readable) -> Readable:
     """The stream itself, or what it decompresses to: gzip, bzip2 or xz, by its first bytes."""
     head = stream.read(6)

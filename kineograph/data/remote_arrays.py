@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -60,12 +61,12 @@ class RemoteFolder:
         return "\0".join([self.url, name, str(row.get("size")), *times])
 
     def fetch(self, name: str) -> Path:
-        """Download a file, unless it was downloaded before. Several processes may do so at once."""
+        """Download a file, unless it was downloaded before. Several processes and threads may do so at once."""
         digest = hashlib.sha256(self.stamp(name).encode()).hexdigest()[:16]
         target = cache_folder() / f"{digest}-{name}"
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            part = target.with_name(f"{target.name}.{os.getpid()}.part")
+            part = target.with_name(f"{target.name}.{os.getpid()}.{threading.get_ident()}.part")
             try:
                 self._ask(lambda: download(self._fs, self.files[name]["name"], str(part)), name)
                 os.replace(part, target)

@@ -28,7 +28,7 @@ import numpy as np
 from kineograph.core.errors import Unreadable
 from kineograph.core.media_file import MediaLimits, Stopwatch
 from kineograph.core.run_folder import write_atomic
-from kineograph.core.tar_reader import DAMAGED, Readable, TarDamaged, TarReader, decompress
+from kineograph.core.tar_reader import DAMAGED, Readable, TarDamaged, TarReader, decompress, is_compressed
 from kineograph.data.probe import map_with_progress, user_cache
 from kineograph.data.shards import Shard
 
@@ -102,6 +102,8 @@ class TarIndex:
                     table.append((len(keys) - 1, kinds.setdefault(suffix, len(kinds)), member.offset, member.size))
             except TarDamaged as error:
                 problem = f"{error} after {len(table)} whole files"
+                if is_compressed(os.pread(file.fileno(), 6, 0)):
+                    problem = "is compressed: unpack it, or let its name end in .tar.gz, .tar.bz2 or .tar.xz"
         columns = np.array(table, np.int64).reshape(-1, 4).T  # 4 M
         return TarIndex(keys, list(kinds), columns, problem or sparse, _file_stamp(status))
 

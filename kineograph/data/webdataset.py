@@ -308,7 +308,9 @@ def _describe_dropped(
     dropped: int, total: int, skipped: dict[str, str], indexes: Sequence[TarIndex], config: WebDatasetConfig
 ) -> str:
     if not total:
-        return f"data.shards={config.shards!r} holds no samples: members must be named KEY.jpg, KEY.txt …"
+        problem = next((index.problem for index in indexes if index.problem), "")
+        reason = f"a shard {problem}" if problem else "members must be named KEY.jpg, KEY.txt …"
+        return f"data.shards={config.shards!r} holds no samples: {reason}"
     (reason, _), *_ = Counter(skipped.values()).most_common(1)
     if reason.startswith("no caption"):
         reason += "; data.uncaptioned=empty trains such samples on the null text"

@@ -14,10 +14,13 @@ from kineograph.interop.dalle2_keys import (
     CLIPS,
     DECODER_DEFAULTS,
     DECODER_ROWS,
+    DYNAMIC_QUANTILE,
+    EVALUATION_SAMPLES,
     METRICS,
     PER_UNET,
     PRIOR_DATA,
     PRIOR_DEFAULTS,
+    PRIOR_EPS,
     PRIOR_ROWS,
     SCHEDULES,
     UNET,
@@ -78,6 +81,11 @@ def _translate_decoder(tree: Tree, path: Path) -> KeyTranslation:
     _translate_metrics(keys)
     _remark_end_shard(keys)
     keys.move_all(DECODER_ROWS)
+    if keys.get("data.resample"):
+        keys.take("data.shuffle_train")
+        keys.ours["data"].pop("shuffle", None)  # theirs draws at random with shuffle_train false only
+    if keys.get("train.samples"):
+        keys.put("train.grids", ["train", "test"] if keys.get("data.test") else ["train"])
     _translate_batch(keys)
     _translate_epochs(keys)
     _translate_crops(keys)
@@ -93,6 +101,7 @@ def _translate_decoder(tree: Tree, path: Path) -> KeyTranslation:
         _set_cross_attention(unet)
     for key, ours, convert in PER_UNET:
         _move_each(keys, key, ours, convert, names)
+    _translate_thresholds(keys, names)
     _translate_schedules(keys, names)
     _translate_blur(keys, names)
     return keys
@@ -173,6 +182,18 @@ def _set_cross_attention(unet: Part) -> None:
         unet.put(".cross_attention", [level > 0 for level in range(levels)])
 
 
+def _translate_thresholds(keys: KeyTranslation, names: list[str]) -> None:
+    """The quantile of dynamic thresholding; without that it has no effect there, and is refused here."""
+    key = "decoder.dynamic_thres_percentile"
+    for name in names:
+        sample = keys.get(f"stages.{name}.sample") or {}
+        if sample.get("clip") == "dynamic":
+            sample.setdefault("clip_quantile", DYNAMIC_QUANTILE)
+        elif "clip_quantile" in sample:
+            keys.left[key] = sample.pop("clip_quantile")
+            keys.moved.pop(key, None)
+
+
 def _translate_schedules(keys: KeyTranslation, names: list[str]) -> None:
     """Their defaults: cosine, and linear for the largest U-Net of a cascade. Fewer steps than trained are DDIM's."""
     default = ["cosine"] * max(len(names) - 1, 1) + ["linear"] * (len(names) > 1)
@@ -196,6 +217,12 @@ def _translate_schedules(keys: KeyTranslation, names: list[str]) -> None:
             keys.put(f"stages.{name}.diffusion.weighting", "p2")
     for key, objective in {"predict_x_start": "x0", "predict_v": "v"}.items():
         _move_each(keys, f"decoder.{key}", "diffusion.objective", choose({True: objective, False: None}), names)
+    for name in names:
+        diffusion = keys.get(f"stages.{name}.diffusion") or {}
+        if diffusion.get("weighting") == "p2" and diffusion.get("objective", "eps") != "eps":
+            keys.remark(
+                f"stages.{name}.diffusion.weighting=p2 weights the error of ε; theirs weights that of {diffusion['objective']} alike"
+            )
 
 
 def _translate_blur(keys: KeyTranslation, names: list[str]) -> None:
@@ -277,6 +304,9 @@ def _translate_metrics(keys: KeyTranslation) -> None:
             keys.moved[f"evaluate.{theirs}"] = "train.metrics"
     if wanted:
         keys.put("train.metrics", wanted)
+        # Theirs draws from the items' own embeddings.
+        keys.put("train.metric_options.from_items", True)
+        keys.left.setdefault("evaluate.n_evaluation_samples", EVALUATION_SAMPLES)
 
 
 def _translate_tracker(keys: KeyTranslation) -> None:
@@ -328,11 +358,20 @@ def _translate_prior(tree: Tree) -> KeyTranslation:
         prior.record_move("image_embed_dim", ".clip.width")
     prior.put(".clip", clip or {"kind": "given", "width": width})
     prior.move_all(PRIOR_ROWS)
+    width, heads = prior.get(".width"), prior.get(".heads")
+    if width and heads:
+        prior.take("net.dim_head", equal(width / heads))
+    if clip is not None:
+        prior.take("net.max_text_len", count)  # that of the CLIP
+    keys.put("train.eps", PRIOR_EPS)
     keys.move_all(PRIOR_DATA)
     objective = prior.take("predict_x_start", flag)
-    prior.put(".diffusion.objective", "eps" if objective is False else "x0")
+    predicts_v = prior.take("predict_v", flag)
+    prior.put(".diffusion.objective", "v" if predicts_v else "eps" if objective is False else "x0")
     if prior.get(".sample.steps") is None:
         prior.put(".sample", {"steps": prior.get(".diffusion.steps") or 1000, "solver": "ddpm"})
+    else:
+        prior.put(".sample.eta", 1.0)  # of theirs
     _translate_batch(keys)
     _translate_tracker(keys)
     points, epochs = keys.take("data.num_data_points", count), keys.take("train.epochs", count)

@@ -19,6 +19,7 @@ PRECISION = choose({True: "bf16", False: "fp32"})
 SCHEDULES = choose({name: name for name in ("cosine", "linear", "quadratic", "sigmoid")})
 
 # Their defaults, where ours differ.
+EMA: Tree = {"ema_update_after_step": 100, "ema_update_every": 10}  # those of ema_pytorch
 UNET_DEFAULTS: Tree = {
     "dim_mults": [1, 2, 4, 8],
     "num_resnet_blocks": 2,
@@ -30,13 +31,19 @@ UNET_DEFAULTS: Tree = {
 DECODER_DEFAULTS: Tree = {
     "decoder": {"learned_variance": True, "beta_schedule": None, "sample_timesteps": None, "timesteps": 1000},
     "data": {"batch_size": 64, "splits": {"val": 0.15, "test": 0.1}},
-    "train": {"epochs": 20, "lr": 1e-4, "wd": 0.01, "max_grad_norm": 0.5, "ema_beta": 0.999, "amp": False, "cond_scale": 1.0},
+    "train": {"epochs": 20, "lr": 1e-4, "wd": 0.01, "max_grad_norm": 0.5, "warmup_steps": 0, "ema_beta": 0.999, "amp": False,
+              "cond_scale": 1.0, "save_every_n_samples": 100_000, "n_sample_images": 6, **EMA},
 }  # fmt: skip
 PRIOR_DEFAULTS: Tree = {
-    "prior": {"condition_on_text_encodings": True, "predict_x_start": True, "cond_drop_prob": 0.0},
+    "prior": {"condition_on_text_encodings": True, "predict_x_start": True, "cond_drop_prob": 0.0,
+              "sampling_clamp_l2norm": False, "sampling_final_clamp_l2norm": False},
     "data": {"splits": {"val": 0.15, "test": 0.1}},
-    "train": {"lr": 1.1e-4, "wd": 6.02e-2, "max_grad_norm": 0.5, "ema_beta": 0.99, "amp": False, "epochs": 1},
-}
+    "train": {"lr": 1.1e-4, "wd": 6.02e-2, "max_grad_norm": 0.5, "warmup_steps": 0, "ema_beta": 0.99, "amp": False, "epochs": 1,
+              **EMA},
+}  # fmt: skip
+DYNAMIC_QUANTILE = 0.95
+EVALUATION_SAMPLES = 1000
+PRIOR_EPS = 1e-6  # of Adam
 
 
 def _read_levels(value: Any) -> Any:
@@ -52,6 +59,8 @@ BOTH: list[Row] = [
     ("data.splits.test", "data.test", number),
     ("data.splits.train", None, number),  # the rest
     ("train.ema_beta", "train.ema.decay", number),
+    ("train.ema_update_after_step", "train.ema.start", count),
+    ("train.ema_update_every", "train.ema.every", count),
     ("train.amp", "train.precision", PRECISION),
     ("tracker.log.wandb_project", "train.wandb.project", text),
     ("tracker.log.wandb_entity", "train.wandb.entity", text),
@@ -134,6 +143,8 @@ PRIOR_ROWS: list[Row] = [
     ("sample_timesteps", ".sample.steps", count),
     ("cond_drop_prob", ".caption_dropout", number),
     ("beta_schedule", ".diffusion.schedule", SCHEDULES),
+    ("sampling_clamp_l2norm", ".sample.sphere", flag),
+    ("sampling_final_clamp_l2norm", ".sample.normalize", flag),
     ("loss_type", None, only("l2")),
     ("image_size", None, count),  # embeddings have no size
     ("image_channels", None, only(3)),

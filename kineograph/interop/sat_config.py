@@ -26,6 +26,7 @@ from kineograph.interop.sat_keys import (
     VAE,
     patch_size,
     path_under,
+    single_entry,
 )
 
 FINETUNE_WARMUP = 100  # steps
@@ -140,6 +141,12 @@ class _Translator:
         split = self.take("args.split", shares)
         if split:
             self.put("data", {"validation": round(split[1], 6), "test": round(split[2], 6)})
+        folder = self.get("data.folder")
+        held_out = self.take("args.valid_data", single_entry) if folder else None
+        if held_out == folder and folder:  # validated on what is trained, as by validation=0
+            self.put("data.validation", 0.0)
+        elif held_out is not None:
+            self.put("data.validation_folder", held_out)
 
     def _load_weights(self, has_model: bool) -> None:
         checkpoint = self.take("args.load", str)

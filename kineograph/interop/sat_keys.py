@@ -63,6 +63,8 @@ TABLE: list[Row] = [
     ("args.train_data", "data.folder", single_entry),
     ("args.checkpoint_activations", "train.checkpointing", flag),
     ("args.only_log_video_latents", "train.show", lambda value: "latents" if flag(value) else "media"),
+    ("args.model_parallel_size", None, only(1)),
+    (f"{NET}.transformer_args.model_parallel_size", None, only(1)),
     ("deepspeed.gradient_clipping", "train.clip", number),
     (f"{ADAM}.lr", "train.lr", number),
     (f"{ADAM}.betas", "train.betas", lambda value: [number(part) for part in value]),

@@ -21,7 +21,7 @@ class Call:
 
     name: str  # of the class
     keywords: dict[str, Any]
-    parts: dict[str, str] = field(default_factory=dict)  # keyword (or position) → variable that it names
+    parts: dict[str, Call] = field(default_factory=dict)  # keyword (or position) → the call whose object is given
     variable: str = ""
 
 
@@ -108,23 +108,23 @@ class _Finder(ast.NodeVisitor):
         arguments = [(str(index), value) for index, value in enumerate(node.args)]
         arguments += [(keyword.arg or "**", keyword.value) for keyword in node.keywords]
         for key, value in arguments:
-            inner = self._name_part(value)
+            inner = self._find_part(value)
             if inner is not None:
                 call.parts[key] = inner
             else:
                 call.keywords[key] = self._evaluate(value)
         self.calls.append(call)
 
-    def _name_part(self, node: ast.expr) -> str | None:
-        """The variable of another call; an inner call gets a name of its own."""
-        if isinstance(node, ast.Name) and any(call.variable == node.id for call in self.calls):
-            return node.id
+    def _find_part(self, node: ast.expr) -> Call | None:
+        """The call whose object a variable holds at this place; an inner call gets a name of its own."""
+        if isinstance(node, ast.Name):
+            return next((call for call in reversed(self.calls) if call.variable == node.id), None)
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
             inner = next((call for call in reversed(self.calls) if call.name == name and not call.variable), None)
             if inner is not None:
                 inner.variable = f"({name} {len(self.calls)})"
-                return inner.variable
+                return inner
         return None
 
     def _evaluate(self, node: ast.expr) -> Any:

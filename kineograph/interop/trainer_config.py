@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kineograph.core.errors import InputError
 from kineograph.interop.key_translation import (
+    Convert,
     KeyTranslation,
     Part,
     Row,
@@ -27,12 +30,14 @@ from kineograph.interop.trainer_keys import (
     CVIVIT,
     DEFAULTS,
     MASKGIT,
+    MUSE_LFQ,
     MUSE_MASKGIT,
-    MUSE_QUANTIZER,
     MUSE_TRANSFORMER,
     MUSE_VAE,
+    MUSE_VQ,
     NUWA,
     NUWA_QUANTIZER,
+    NUWA_SOUND,
     NUWA_TRAINER,
     NUWA_VAE,
     PHENAKI,
@@ -44,7 +49,10 @@ from kineograph.interop.trainer_keys import (
 
 PACKAGES = tuple(CLASSES)
 CODECS = {"phenaki": ("cvivit", "CViViT"), "nuwa": ("vqgan", "VQGanVAE"), "muse": ("vqgan", "VQGanVAE")}
-STAGES = ("tokenizer", "generator", "superres")  # in the order of training
+STAGES = ("tokenizer", "sketch_tokenizer", "sound_tokenizer", "generator", "superres")  # in the order of training
+TORCH_BETAS = [0.9, 0.999]  # of torch's Adam; ours are phenaki-pytorch's
+CAPTION_DROPOUT, GUIDANCE = 0.2, 2.0  # what NUWA's forward and generate take by themselves
+TOP_SHARE = 0.1  # of the codes, among which NUWA and Muse draw
 
 
 def translate(path: Path, package: str) -> str:
@@ -64,7 +72,7 @@ def translate(path: Path, package: str) -> str:
     keys.ours["stages"] = {name: stages[name] for name in STAGES if name in stages}
     for name, call in script.calls.items():
         for key, part in call.parts.items():  # objects that are given: the parts that the stages name
-            keys.moved[f"{name}.{key}"] = f"the stage of {part}"
+            keys.moved[f"{name}.{key}"] = f"the stage of {part.variable}"
     keys.put("name", path.stem)
     return keys.render(path.name)
 
@@ -74,12 +82,19 @@ class _Script:
 
     def __init__(self, path: Path, package: str) -> None:
         self.calls: dict[str, Call] = {}
+        codecs = [name for name in CLASSES[package] if name == CODECS[package][1]]
         for call in read_calls(path, CLASSES[package]):
-            earlier = sum(other.name == call.name for other in self.calls.values())
-            self.calls[f"{call.name}#{earlier + 1}" if earlier else call.name] = call
+            others = [other for other in self.calls.values() if other.name == call.name]
+            if call.name in codecs and any(other.keywords == call.keywords for other in others):
+                continue  # the same codec, built again to load its weights
+            self.calls[f"{call.name}#{len(others) + 1}" if others else call.name] = call
         self.keys = KeyTranslation(
             {name: DEFAULTS.get((package, call.name), {}) | call.keywords for name, call in self.calls.items()}
         )
+
+    def find_name(self, call: Call | None) -> str:
+        """The name of a call; "" if it is not among these."""
+        return next((name for name, other in self.calls.items() if other is call), "")
 
     def part(self, name: str, stage: str, **put: Any) -> Part | None:
         """The call of that name, which configures a stage; its keys in `put` are set. None if there is no such call."""
@@ -93,18 +108,38 @@ class _Script:
 # Parts of several packages -----------------------------------------------------------------------------------------
 
 
-def _translate_trainer(part: Part, rows: list[Row]) -> None:
-    """The trainer of one stage. Its batch is a micro-batch of one process; ours is global, and divided by accumulate."""
+def _put_data(part: Part, key: str, value: Any, theirs: str = "") -> None:
+    """Set `data.KEY`; in the stage's own data if another stage has another value there."""
+    before = part.get(f"data.{key}")
+    ours = f"data.{key}" if before is None or before == value else f".data.{key}"
+    part.put(ours, value)
+    if theirs:
+        part.record_move(theirs, ours)
+
+
+def _move_data(part: Part, theirs: str, key: str, convert: Convert) -> Any:
+    value = part.take(theirs, convert)
+    if value is not None:
+        _put_data(part, key, value, theirs)
+    return value
+
+
+def _translate_batch(part: Part, is_global: bool) -> None:
+    """Their batch is a micro-batch, as a rule of one GPU; ours is global, and divided by accumulate."""
     size, parts = part.take("batch_size", count), part.take("grad_accum_every", count) or 1
-    if size is not None:
-        part.put(".train", {"batch_size": size * parts, "accumulate": parts})
-        part.record_move("batch_size", ".train.batch_size")
-        part.record_move("grad_accum_every", ".train.accumulate")
-        if parts > 1:
-            key = part.find(".train.batch_size")
-            part.keys.remark(
-                f"{key}={size * parts} is {size} × {parts}; it is global: multiply it by the number of GPUs"
-            )
+    if size is None:
+        return
+    part.put(".train", {"batch_size": size * parts, "accumulate": parts})
+    part.record_move("batch_size", ".train.batch_size")
+    part.record_move("grad_accum_every", ".train.accumulate")
+    text = f"{part.find('.train.batch_size')}={size * parts} is {size} × {parts}"
+    part.keys.remark(f"{text} of all GPUs" if is_global else f"{text}; it is global: multiply it by the number of GPUs")
+
+
+def _translate_trainer(part: Part, rows: list[Row], *, flips: bool, is_global: bool = False) -> None:
+    """The trainer of one stage; `flips`: its own dataset of pictures mirrors every other one."""
+    _translate_batch(part, is_global)
+    part.put(".train", {"warmup": 0, "clip": None})
     part.move_all(rows)
     part.put(".train.sample_first", True)  # they draw at step 0 too
     if part.take("use_ema", flag) is False:
@@ -122,44 +157,51 @@ def _translate_trainer(part: Part, rows: list[Row]) -> None:
     precision = choose({"fp16": "fp16", "bf16": "bf16", "no": "fp32"})
     part.move("accelerate_kwargs.mixed_precision", ".train.precision", precision)
     part.take("accelerate_kwargs", only({}))
-    if part.take("train_on_images", flag):
+    on_pictures = part.take("train_on_images", flag)
+    if on_pictures:
         part.take("num_frames")
-        part.put("data.frames", 1)
-        part.record_move("train_on_images", "data.frames")
+        _put_data(part, "frames", 1, "train_on_images")
     else:
-        part.move("num_frames", "data.frames", count)
-    if part.get("data.folder") is not None:
-        part.put("data.source", "folder")
+        _move_data(part, "num_frames", "frames", count)
+    if _move_data(part, "folder", "folder", text) is not None:
+        _put_data(part, "source", "folder")
+        if flips or on_pictures:
+            _put_data(part, "flip", 0.5)
+        elif part.get("data.flip"):
+            _put_data(part, "flip", 0.0)
 
 
-def _translate_codec_trainer(script: _Script, task: str) -> None:
-    trainer = next((name for name in ("CViViTTrainer", "VQGanVAETrainer") if name in script.calls), "")
+def _translate_codec_trainer(script: _Script, trainer: str, task: str, *, flips: bool, **train: Any) -> None:
+    """`train`: what its optimizers do by themselves."""
     part = script.part(trainer, "tokenizer", task=task)
     if part is not None:
-        _translate_trainer(part, CODEC_TRAINER)
+        _translate_trainer(part, CODEC_TRAINER, flips=flips)
+        part.put(".train", train)
 
 
 def _translate_gan(part: Part, *rows: Row) -> None:
     """Perceptual and adversarial loss of a codec; `rows` are keys of its discriminator."""
     has_gan, hinge = part.take("use_vgg_and_gan", flag), part.take("use_hinge_loss", flag)
     if has_gan is False:
+        for key, *_ in rows:
+            part.take(key)
         part.put(".perceptual", {"weight": 0})
         part.record_move("use_vgg_and_gan", ".perceptual.weight")
         return
-    part.put(".adversarial", {"loss": "bce" if hinge is False else "hinge"})
+    part.put(".adversarial", {"loss": "bce" if hinge is False else "hinge", "weight": 1.0})
     part.put(".perceptual", {"weights": "lpips-vgg16"})
     part.record_move("use_vgg_and_gan", f".adversarial, {part.find('.perceptual')}")
     part.record_move("use_hinge_loss", ".adversarial.loss")
     part.move_all(rows)
 
 
-def _translate_quantizer(part: Part, size: str, rows: list[Row]) -> None:
+def _translate_quantizer(part: Part, size: str, rows: Sequence[Row] = (), lookup_free_rows: Sequence[Row] = ()) -> None:
     lookup_free = part.take("lookup_free_quantization", flag) is not False and size == "codebook_size"
     codes = part.take(size, count)
     if codes is not None:
         part.put(".quantizer", {"kind": "lfq" if lookup_free else "vq", "codes": codes})
         part.record_move(size, ".quantizer.codes")
-    part.move_all(rows)
+    part.move_all(lookup_free_rows if lookup_free else rows)
 
 
 def _translate_heads(part: Part, prefix: str = "") -> None:
@@ -211,11 +253,11 @@ def _translate_self_critic(part: Part) -> None:
 def _translate_phenaki(script: _Script) -> None:
     if part := script.part("CViViT", "tokenizer", task="cvivit", loss="l2"):
         part.move_all(CVIVIT)
-        _translate_quantizer(part, "codebook_size", [])
+        _translate_quantizer(part, "codebook_size")
         _translate_gan(part, ("discr_base_dim", ".adversarial.width", count))
         _translate_heads(part)
         _translate_dropout(part)
-    _translate_codec_trainer(script, "cvivit")
+    _translate_codec_trainer(script, "CViViTTrainer", "cvivit", flips=False)
     generator: dict[str, Any] = {"task": "phenaki", "codec": "tokenizer"}
     if part := script.part("MaskGit", "generator", **generator):
         part.move_all(MASKGIT)
@@ -229,7 +271,9 @@ def _translate_phenaki(script: _Script) -> None:
     if part := script.part("PhenakiTrainer", "generator", **generator):
         for key in ("sample_texts_file_path", "sample_texts"):
             part.move(key, "prompts")
-        _translate_trainer(part, PHENAKI_TRAINER)
+        is_global = part.take("split_batches", flag) is not False
+        _translate_trainer(part, PHENAKI_TRAINER, flips=False, is_global=is_global)
+        part.put(".train.save_every", part.get(".train.sample_every"))
         part.move("fp16", ".train.precision", choose({True: "fp16", False: None}))
 
 
@@ -254,32 +298,100 @@ def _translate_sampler(script: _Script, part: Part) -> None:
 
 
 def _translate_nuwa(script: _Script) -> None:
-    if part := script.part("VQGanVAE", "tokenizer", task="vqgan"):
-        part.move_all(NUWA_VAE)
-        _translate_levels(part, "num_layers", "num_resnet_blocks")
-        _translate_quantizer(part, "vq_codebook_size", NUWA_QUANTIZER)
-        _translate_gan(part)
-    _translate_codec_trainer(script, "vqgan")
+    models = ("NUWA", "NUWASketch", "NUWAVideoAudio")
+    model = next((name for name in models if name in script.calls), "")
+    sketch = script.find_name(script.calls[model].parts.get("sketch_vae")) if model else ""
+    codec = next((name for name, call in script.calls.items() if call.name == "VQGanVAE" and name != sketch), "")
+    for name, stage in {codec: "tokenizer", sketch: "sketch_tokenizer"}.items():
+        if part := script.part(name, stage, task="vqgan"):
+            part.move_all([row for row in NUWA_VAE if stage == "tokenizer" or row[0] != "channels"])
+            _translate_levels(part, "num_layers", "num_resnet_blocks")
+            _translate_quantizer(part, "vq_codebook_size", NUWA_QUANTIZER)
+            _translate_gan(part)
+            _put_discriminator(part, len(part.get(".multipliers")) - 1)
+    _translate_codec_trainer(script, "VQGanVAETrainer", "vqgan", flips=True, betas=TORCH_BETAS)
     if part := script.part("VQGanVAETrainer", "tokenizer"):
+        _translate_image_memmap(part)
         part.put(".data.frames", 1)  # theirs trains on pictures
-    if part := script.part("NUWA", "generator", task="nuwa", codec="tokenizer"):
-        part.move_all(NUWA)
-        if part.take("enc_reversible", flag):
-            part.put(".train.checkpointing", True)
-            part.record_move("enc_reversible", ".train.checkpointing")
-        _translate_heads(part, "dec_")
-        _translate_dropout(part)
-        _translate_window(part)
-        heads, width = part.take("text_enc_heads", count) or 8, part.get(".width")
-        encoder = {"kind": "learned", "width": width, "heads": heads, "depth": part.take("text_enc_depth", count)}
-        encoder["positions"] = "rotary" if part.take("text_rotary_pos_emb", flag) is not False else "learned"
-        encoder["length"] = part.take("text_max_seq_len", count) or 256
-        encoder["vocabulary"] = part.take("text_num_tokens", count) or 49408
-        part.put(".text", {key: value for key, value in encoder.items() if value is not None})
-        part.record_move("text_…", ".text.*")
+    if part := script.part(model, "generator", task="nuwa", codec="tokenizer"):
+        _translate_nuwa_model(part, model)
     if part := script.part("NUWATrainer", "generator", task="nuwa", codec="tokenizer"):
-        _translate_trainer(part, NUWA_TRAINER)
-        part.put(".train.ema.decay", 0.0)  # theirs has none
+        _translate_trainer(part, NUWA_TRAINER, flips=False)
+        part.put(".train", {"ema": {"decay": 0.0}, "betas": TORCH_BETAS})  # theirs has no average
+        _translate_nuwa_data(script)
+
+
+def _put_discriminator(part: Part, levels: int) -> None:
+    """Theirs is as wide as the codec, and halves the image as often."""
+    if part.get(".adversarial") and part.get(".width"):
+        part.put(".adversarial", {"width": part.get(".width"), "levels": levels})
+
+
+def _translate_image_memmap(part: Part) -> None:
+    path = _move_data(part, "images_memmap_path", "folder", text)
+    if path is not None:
+        _put_data(part, "source", "memmap")
+        _put_data(part, "rotate", True)  # as theirs always does
+    _move_data(part, "images_memmap_shape", "array_shape", counts)
+
+
+def _translate_nuwa_model(part: Part, model: str) -> None:
+    part.move_all(NUWA)
+    if part.take("enc_reversible", flag):
+        part.put(".train.checkpointing", True)
+        part.record_move("enc_reversible", ".train.checkpointing")
+    _translate_heads(part, "dec_")
+    _translate_dropout(part)
+    _translate_window(part)
+    part.put("", {"caption_dropout": CAPTION_DROPOUT, "sample": {"guidance": GUIDANCE}})
+    codes = part.get("stages.tokenizer.quantizer.codes")
+    if codes:
+        part.put(".sample.top_k", max(int(TOP_SHARE * codes), 1))
+    if model == "NUWASketch":
+        part.put("", {"text": {"kind": "none"}, "sketch": "sketch_tokenizer", "caption_dropout": 0.0})
+        part.put("", {"sketch_dropout": CAPTION_DROPOUT})
+        part.keys.remark(
+            "sketches: set stages.generator.data.sketches and stages.sketch_tokenizer.data.folder to the folder of them"
+        )
+        return
+    heads, width = part.take("text_enc_heads", count) or 8, part.get(".width")
+    encoder = {"kind": "learned", "width": width, "heads": heads, "depth": part.take("text_enc_depth", count)}
+    encoder["positions"] = "rotary" if part.take("text_rotary_pos_emb", flag) is not False else "learned"
+    encoder["length"] = part.take("text_max_seq_len", count) or 256
+    encoder["vocabulary"] = part.take("text_num_tokens", count) or 49408
+    part.put(".text", {key: value for key, value in encoder.items() if value is not None})
+    part.record_move("text_…", ".text.*")
+    if model == "NUWAVideoAudio":
+        part.put("stages.sound_tokenizer", {"task": "audio_codec", "quantizer": {"kind": "vq"}})
+        part.put(".sound", "sound_tokenizer")
+        part.move_all(NUWA_SOUND)
+        part.keys.remark(
+            "their sound is encoded by hand; here stages.sound_tokenizer learns it from clips with sound: set "
+            "data.sample_rate and data.fps"
+        )
+
+
+def _translate_nuwa_data(script: _Script) -> None:
+    """The package's own datasets. Theirs take all of the clips for training."""
+    if part := script.part("GifVideoDataset", "generator"):
+        if _move_data(part, "folder", "folder", text) is not None:
+            _put_data(part, "source", "folder")
+            if part.get("data.flip"):
+                _put_data(part, "flip", 0.0)
+        part.move("channels", "data.channels", count)
+    if part := script.part("MnistDataset", "generator"):
+        if _move_data(part, "videos_memmap_path", "folder", text) is not None:
+            _put_data(part, "source", "memmap")
+        keys = ("num_videos", "num_frames", "channels", "image_size", "image_size")
+        shape = [part.keys.left.get(f"{part.theirs}.{key}") for key in keys]
+        if all(isinstance(side, int) for side in shape):
+            for key in set(keys):
+                part.take(key)
+            _put_data(part, "array_shape", shape, "num_videos")
+        _move_data(part, "text_memmap_path", "labels", text)
+        if digits := part.take("num_digits", up_to(64)):
+            _put_data(part, "caption", " ".join(f"{{label[{place}]}}" for place in range(digits)), "num_digits")
+        _move_data(part, "random_rotate", "rotate", flag)
 
 
 def _translate_window(part: Part) -> None:
@@ -303,25 +415,28 @@ def _translate_muse(script: _Script) -> None:
     if part := script.part("VQGanVAE", "tokenizer", task="vqgan"):
         part.move_all(MUSE_VAE)
         _translate_levels(part, "layers", "encdec_num_resnet_blocks")
-        _translate_quantizer(part, "codebook_size", MUSE_QUANTIZER)
+        _translate_quantizer(part, "codebook_size", MUSE_VQ, MUSE_LFQ)
         _translate_gan(part, ("discr_layers", ".adversarial.levels", count))
-    _translate_codec_trainer(script, "vqgan")
+        if part.get(".adversarial.levels"):
+            _put_discriminator(part, part.get(".adversarial.levels"))
+    _translate_codec_trainer(script, "VQGanVAETrainer", "vqgan", flips=True, betas=TORCH_BETAS, weight_decay=0.0)
     models = [name for name, call in script.calls.items() if call.name == "MaskGit"]
     models.sort(key=lambda name: f"{name}.cond_image_size" in script.keys.left)  # the base before super-resolution
-    variables = {call.variable: name for name, call in script.calls.items()}
     for name in models:
         is_large = f"{name}.cond_image_size" in script.keys.left
         stage = "superres" if is_large else "generator"
         part = script.part(name, stage, task="muse", codec="tokenizer", text={"kind": "t5", "name": T5})
         assert part is not None
         given = script.calls[name].parts
-        network = variables.get(given.get("transformer", given.get("1", "")), "MaskGitTransformer")
+        network = script.find_name(given.get("transformer", given.get("1"))) or "MaskGitTransformer"
         if inner := script.part(network, stage):
             inner.move_all(MUSE_TRANSFORMER)
             _translate_encoder(inner)
             _translate_heads(inner)
             inner.take("num_tokens", equal(inner.get("stages.tokenizer.quantizer.codes")))
         part.move_all(MUSE_MASKGIT)
+        if codes := part.get("stages.tokenizer.quantizer.codes"):
+            part.put(".sample.top_k", math.ceil(TOP_SHARE * codes))
         _translate_self_critic(part)
         if is_large and part.get("stages.generator"):
             part.put(".low_res", "generator")

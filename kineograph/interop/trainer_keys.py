@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kineograph.interop.key_translation import Row, choose, count, flag, number, numbers, only, text
+from kineograph.interop.key_translation import Row, choose, count, flag, number, numbers, only
 
 T5 = "google/t5-v1_1-base"
 
@@ -14,9 +14,9 @@ def _read_size(value: Any) -> Any:
 
 
 L2 = choose({True: "l2", False: "l1"})
+KMEANS = choose({True: 10, False: 0})  # iterations on the first batch
 CODEC_TRAINER: list[Row] = [
     ("num_train_steps", ".train.steps", count),
-    ("folder", "data.folder", text),
     ("image_size", "data.size", _read_size),
     ("lr", ".train.lr", number),
     ("wd", ".train.weight_decay", number),
@@ -29,8 +29,6 @@ CODEC_TRAINER: list[Row] = [
     ("ema_update_after_step", ".train.ema.start", count),
     ("ema_update_every", ".train.ema.every", count),
     ("apply_grad_penalty_every", ".adversarial.penalty_every", count),
-    ("images_memmap_path", "data.folder", text),
-    ("images_memmap_shape", "data.array_shape", lambda value: [count(side) for side in value]),
 ]
 CVIVIT: list[Row] = [
     ("dim", ".width", count),
@@ -42,10 +40,14 @@ CVIVIT: list[Row] = [
     ("spatial_depth", ".spatial_depth", count),
     ("temporal_depth", ".temporal_depth", count),
 ]
-MASKGIT: list[Row] = [("dim", ".width", count), ("depth", ".depth", count), ("heads", ".heads", count)]
+MASKGIT: list[Row] = [
+    ("dim", ".width", count),
+    ("depth", ".depth", count),
+    ("heads", ".heads", count),
+    ("dim_context", None, count),  # that of the text encoder
+]
 PHENAKI: list[Row] = [
     ("steps", ".sample.steps", count),
-    ("sample_temperature", ".sample.temperature", number),
     ("cond_drop_prob", ".caption_dropout", number),
 ]
 SELF_CRITIC: list[Row] = [("self_token_critic", ".critic", choose({True: "self", False: None}))]
@@ -55,11 +57,11 @@ TOKEN_CRITIC: list[Row] = [
     ("heads", ".critic_heads", count),
     ("num_tokens", None, count),
     ("max_seq_len", None, count),
+    ("dim_context", None, count),
     ("has_cross_attn", None, only(True)),
 ]
 PHENAKI_TRAINER: list[Row] = [
     ("train_num_steps", ".train.steps", count),
-    ("folder", "data.folder", text),
     ("train_lr", ".train.lr", number),
     ("wd", ".train.weight_decay", number),
     ("adam_betas", ".train.betas", numbers),
@@ -70,7 +72,6 @@ PHENAKI_TRAINER: list[Row] = [
     ("ema_decay", ".train.ema.decay", number),
     ("ema_update_every", ".train.ema.every", count),
     ("convert_image_to", "data.channels", choose({"RGB": 3, "L": 1, "RGBA": 4, "LA": 2})),
-    ("split_batches", None, only(True)),
     ("amp", None, only(False)),
 ]
 NUWA_VAE: list[Row] = [
@@ -80,12 +81,12 @@ NUWA_VAE: list[Row] = [
     ("l2_recon_loss", ".loss", L2),
     ("use_attn", ".attention", flag),
     ("vq_use_cosine_sim", None, only(True)),
-    ("vq_kmeans_init", None, only(True)),
 ]
 NUWA_QUANTIZER: list[Row] = [
     ("vq_codebook_dim", ".quantizer.dim", count),
     ("vq_decay", ".quantizer.decay", number),
     ("vq_commitment_weight", ".quantizer.commitment", number),
+    ("vq_kmeans_init", ".quantizer.kmeans", KMEANS),
 ]
 NUWA: list[Row] = [
     ("dim", ".width", count),
@@ -96,6 +97,9 @@ NUWA: list[Row] = [
     ("embed_gradient_frac", ".embedding_gradient", number),
     ("shift_video_tokens", ".token_shift", flag),
     ("dec_reversible", ".train.checkpointing", flag),  # both recompute activations to save memory
+]
+NUWA_SOUND: list[Row] = [
+    ("num_audio_tokens", "stages.sound_tokenizer.quantizer.codes", count),
 ]
 NUWA_TRAINER: list[Row] = [
     ("num_train_steps", ".train.steps", count),
@@ -111,8 +115,8 @@ MUSE_VAE: list[Row] = [
     ("channels", "data.channels", count),
     ("l2_recon_loss", ".loss", L2),
 ]
-MUSE_QUANTIZER: list[Row] = [
-    ("lfq_kwargs.diversity_gamma", ".quantizer.diversity", number),
+MUSE_LFQ: list[Row] = [("lfq_kwargs.diversity_gamma", ".quantizer.diversity", number)]
+MUSE_VQ: list[Row] = [
     ("vq_kwargs.codebook_dim", ".quantizer.dim", count),
     ("vq_kwargs.decay", ".quantizer.decay", number),
     ("vq_kwargs.commitment_weight", ".quantizer.commitment", number),
@@ -131,8 +135,10 @@ MUSE_MASKGIT: list[Row] = [
     ("cond_drop_prob", ".caption_dropout", number),
 ]
 # Parts of other calls, and what a trainer makes itself.
-_PARTS = ("vae", "cvivit", "maskgit", "critic", "phenaki", "nuwa", "transformer", "cond_vae", "base", "superres", "token_critic")  # fmt: skip
+_PARTS = ("vae", "sketch_vae", "cvivit", "maskgit", "critic", "phenaki", "nuwa", "transformer", "cond_vae", "base", "superres", "token_critic")  # fmt: skip
 _EMA = ("use_ema", "ema_beta", "results_folder", "batch_size", "grad_accum_every", "train_on_images", "num_frames", "accelerate_kwargs")  # fmt: skip
+_IMAGES = ("folder", "images_memmap_path", "images_memmap_shape")
+_NUWA = ("sparse_3dna_kernel_size", "sparse_3dna_dilation", "text_enc_depth", "text_max_seq_len")
 _GAN = ("use_vgg_and_gan", "use_hinge_loss", "lookup_free_quantization", "codebook_size", "attn_dropout", "ff_dropout", "dim_head")  # fmt: skip
 
 
@@ -143,21 +149,25 @@ def _list_keywords(rows: list[Row], *more: str) -> frozenset[str]:
 CLASSES: dict[str, dict[str, frozenset[str]]] = {
     "phenaki": {
         "CViViT": _list_keywords(CVIVIT, *_GAN, "discr_base_dim"),
-        "CViViTTrainer": _list_keywords(CODEC_TRAINER, *_EMA),
+        "CViViTTrainer": _list_keywords(CODEC_TRAINER, *_EMA, "folder"),
         "MaskGit": _list_keywords(MASKGIT, "num_tokens", "max_seq_len", "unconditional", "dim_head"),
         "TokenCritic": frozenset({"has_cross_attn"}),
         "Phenaki": _list_keywords(PHENAKI, "max_text_len", "t5_name", "self_token_critic", "critic_loss_weight"),
-        "PhenakiTrainer": _list_keywords(PHENAKI_TRAINER, *_EMA, "sample_texts_file_path", "sample_texts", "fp16"),
+        "PhenakiTrainer": _list_keywords(PHENAKI_TRAINER, *_EMA, "folder", "sample_texts_file_path", "sample_texts", "fp16"),
     },
     "nuwa": {
         "VQGanVAE": _list_keywords(NUWA_VAE, *_GAN, "num_layers", "vq_codebook_size", "vq_codebook_dim"),
-        "VQGanVAETrainer": _list_keywords(CODEC_TRAINER, *_EMA),
-        "NUWA": _list_keywords(NUWA, "sparse_3dna_kernel_size", "sparse_3dna_dilation", "text_enc_depth", "text_max_seq_len"),
+        "VQGanVAETrainer": _list_keywords(CODEC_TRAINER, *_EMA, *_IMAGES),
+        "NUWA": _list_keywords(NUWA, *_NUWA),
+        "NUWASketch": _list_keywords(NUWA, *_NUWA, "sketch_enc_depth", "sketch_max_video_frames"),
+        "NUWAVideoAudio": _list_keywords([*NUWA, *NUWA_SOUND], *_NUWA, "num_audio_tokens_per_video_frame"),
+        "GifVideoDataset": frozenset({"folder", "channels"}),
+        "MnistDataset": frozenset({"num_videos", "videos_memmap_path", "text_memmap_path", "num_digits", "num_frames"}),
         "NUWATrainer": _list_keywords(NUWA_TRAINER, "dataset", "batch_size", "grad_accum_every", "results_folder"),
     },
     "muse": {
-        "VQGanVAE": _list_keywords([*MUSE_VAE, *MUSE_QUANTIZER], *_GAN, "layers", "discr_layers"),
-        "VQGanVAETrainer": _list_keywords(CODEC_TRAINER, *_EMA),
+        "VQGanVAE": _list_keywords([*MUSE_VAE, *MUSE_LFQ, *MUSE_VQ], *_GAN, "layers", "discr_layers"),
+        "VQGanVAETrainer": _list_keywords(CODEC_TRAINER, *_EMA, "folder"),
         "MaskGitTransformer": _list_keywords(MUSE_TRANSFORMER, "t5_name", "num_tokens", "dim_head"),
         "MaskGit": _list_keywords(MUSE_MASKGIT, "cond_image_size", "self_token_critic", "critic_loss_weight"),
     },
@@ -172,6 +182,14 @@ _CODEC_DEFAULTS: dict[str, Any] = {
     "valid_frac": 0.05,
     "random_split_seed": 42,
     "apply_grad_penalty_every": 4,
+}
+_NUWA_DEFAULTS: dict[str, Any] = {
+    "dec_depth": 6,
+    "dec_heads": 8,
+    "max_video_frames": 5,
+    "embed_gradient_frac": 0.2,
+    "sparse_3dna_kernel_size": 3,
+    "sparse_3dna_dilation": 1,
 }
 DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("phenaki", "CViViT"): {"heads": 8, "use_vgg_and_gan": True, "use_hinge_loss": True, "discr_base_dim": 16},
@@ -201,16 +219,11 @@ DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
         "use_attn": True,
     },
     ("nuwa", "VQGanVAETrainer"): _CODEC_DEFAULTS | {"wd": 0.0, "ema_update_after_step": 2000, "ema_update_every": 10},
-    ("nuwa", "NUWA"): {
-        "dec_depth": 6,
-        "dec_heads": 8,
-        "text_enc_depth": 6,
-        "text_enc_heads": 8,
-        "max_video_frames": 5,
-        "embed_gradient_frac": 0.2,
-        "sparse_3dna_kernel_size": 3,
-        "sparse_3dna_dilation": 1,
-    },
+    ("nuwa", "NUWA"): _NUWA_DEFAULTS | {"text_enc_depth": 6, "text_enc_heads": 8},
+    ("nuwa", "NUWASketch"): _NUWA_DEFAULTS,
+    ("nuwa", "NUWAVideoAudio"): _NUWA_DEFAULTS
+    | {"text_enc_depth": 6, "text_enc_heads": 8, "text_rotary_pos_emb": False, "dec_reversible": True},
+    ("nuwa", "MnistDataset"): {"num_digits": 2, "num_frames": 10, "image_size": 64, "channels": 1},
     ("nuwa", "NUWATrainer"): {
         "lr": 3e-4,
         "wd": 0.01,
@@ -220,7 +233,14 @@ DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
         "save_model_every": 2500,
         "save_results_every": 1000,
     },
-    ("muse", "VQGanVAE"): {"use_vgg_and_gan": True, "use_hinge_loss": True, "layers": 4, "codebook_size": 65536},
+    ("muse", "VQGanVAE"): {
+        "use_vgg_and_gan": True,
+        "use_hinge_loss": True,
+        "layers": 4,
+        "codebook_size": 65536,
+        "discr_layers": 4,
+        "lfq_kwargs": {"diversity_gamma": 4.0},
+    },
     ("muse", "VQGanVAETrainer"): _CODEC_DEFAULTS,
     ("muse", "MaskGitTransformer"): {"heads": 8},
     ("muse", "MaskGit"): {"cond_drop_prob": 0.5},

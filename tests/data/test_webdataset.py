@@ -273,6 +273,16 @@ def test_a_truncated_tar_gives_what_is_whole(tmp_path: Path) -> None:
     assert len(source) == 5
 
 
+def test_a_compressed_shard_under_another_name_is_named(tmp_path: Path) -> None:
+    """As in DALLE2-pytorch's own test data, whose .tar files are gzip files."""
+    shard = write(tmp_path / "0.tar", item(7))
+    shard.write_bytes(gzip.compress(shard.read_bytes()))
+    with pytest.raises(
+        InputError, match=r"holds no samples: a shard is compressed: unpack it, or let its name end in \.tar\.gz"
+    ):
+        opened(shards=str(shard))
+
+
 def test_missing_shards_are_counted(tmp_path: Path) -> None:
     three_shards(tmp_path)
     with pytest.raises(InputError, match=r"2 of the 5 shards .*00003.tar: .*No such file"):

@@ -5,17 +5,22 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kineograph.core.errors import InputError, Unreadable
+from kineograph.core.remote_files import download
+from kineograph.data import remote_arrays
 from kineograph.data.loader import Loader
+from kineograph.data.remote_arrays import RemoteFolder
 from tests.data.tar_shards import item, npy, opened, read, three_shards, write
 
 
@@ -84,6 +89,23 @@ def test_aligned_embeddings_at_a_url(tmp_path: Path, server: tuple[str, list[str
     again = pickle.loads(pickle.dumps(source))  # as a worker gets it
     assert read(again, 0).extra["image_embed"].tolist() == read(source, 0).extra["image_embed"].tolist()
     assert asked == []  # downloaded once, for later processes too
+
+
+def test_two_threads_may_need_the_same_file_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    fsspec.filesystem("memory").put(aligned(tmp_path), "/twice/", recursive=True)
+    folder = RemoteFolder("memory://twice/img_emb", "data.img_embeddings_folder")
+    both = Barrier(2, timeout=10)
+
+    def download_beside_another(*args: Any) -> None:
+        download(*args)
+        both.wait()
+
+    monkeypatch.setattr(remote_arrays, "download", download_beside_another)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(folder.fetch, ["img_emb_0000.npy"] * 2)
+    assert first == second and first.exists()
 
 
 def test_a_url_that_does_not_answer_is_refused(tmp_path: Path, server: tuple[str, list[str]]) -> None:

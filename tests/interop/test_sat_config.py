@@ -59,8 +59,15 @@ def test_training_is_translated() -> None:
     }  # fmt: skip
     assert found["data"] == {
         "source": "folder", "folder": "clips", "size": [320, 480], "fps": 8, "frames": 33, "validation": 0.1, "test": 0.1,
-        "skip_frames": 3,
+        "skip_frames": 3, "validation_folder": "clips-held-out",
     }  # fmt: skip
+
+
+def test_validation_on_the_training_folder(tmp_path: Path) -> None:
+    """As in SAT's own sft.yaml."""
+    file = changed(tmp_path, TRAIN, {"args.valid_data": ["clips"], "args.split": "1,0,0"})
+    data = ours(file, MODEL)["data"]
+    assert data["validation"] == 0.0 and "validation_folder" not in data
 
 
 def test_the_model_is_translated() -> None:
@@ -124,7 +131,6 @@ def test_nothing_is_dropped_in_silence() -> None:
     assert {
         "args.no_load_rng",
         "args.save",
-        "args.valid_data",
         "deepspeed.optimizer.type",
     } < listed.keys()
     assert listed["deepspeed.zero_optimization.stage"] == "2"

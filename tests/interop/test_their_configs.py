@@ -78,7 +78,14 @@ def test_a_decoder_config_is_translated(tmp_path: Path) -> None:
         and large["image_embeds"] == "none"
     )
     assert small["cross_attention"] == [False, True, True]
-    assert small["sample"] == {"steps": 250, "solver": "ddim", "eta": 0.0, "guidance": 1.5, "clip": "dynamic"}
+    assert small["sample"] == {
+        "steps": 250,
+        "solver": "ddim",
+        "eta": 0.0,
+        "guidance": 1.5,
+        "clip": "dynamic",
+        "clip_quantile": 0.95,
+    }
     assert large["sample"]["solver"] == "ddpm" and large["sample"]["steps"] == 500  # as many as were trained
     assert small["diffusion"] == {
         "steps": 500,
@@ -88,17 +95,21 @@ def test_a_decoder_config_is_translated(tmp_path: Path) -> None:
         "weighting": "p2",
     }
     assert (large["low_res"], large["low_res_size"], large["crop"], large["augment"]) == ("decoder_64", 64, 64, {"blur": 0.5, "blur_sigma": 0.7})  # fmt: skip
-    assert small["skip"] and not large["skip"] and large["train"] == {"lr": 3e-4, "weight_decay": 0.02, "clip": 0.3}
+    assert (
+        small["skip"]
+        and not large["skip"]
+        and large["train"] == {"lr": 3e-4, "weight_decay": 0.02, "warmup": 0, "clip": 0.3}
+    )
     data = ours["data"]
     assert data["shards"] == "shards/{}.tar" and data["img_embeddings_folder"] == "embeddings" and data["resample"]
     assert (data["start_shard"], data["end_shard"], data["shard_width"], data["index_width"]) == (1, 9, 5, 3)
     assert (data["crop"], data["crop_area"], data["flip"], data["size"]) == ("resized", [0.5, 1.0], 0.5, 256)
     train = ours["train"]
     assert train["steps"] == 80 and train["epoch_samples"] == 1000 and train["batch_size"] == 50 and train["save_first"]
-    assert train["metrics"] == ["fid", "is", "kid"] and train["metric_options"] == {
-        "fid_features": 64,
-        "kid_subset_size": 10,
-    }
+    assert train["metrics"] == ["fid", "is", "kid"] and train["evaluation_samples"] == 77
+    assert train["metric_options"] == {"from_items": True, "fid_features": 64, "kid_subset_size": 10}
+    assert train["ema"] == {"start": 100, "every": 10, "decay": 0.9}  # as in ema_pytorch
+    assert train["samples"] == 5 and train["grids"] == ["train", "test"]
     assert (
         train["trackers"] == ["tensorboard", "wandb"]
         and train["log_checkpoints"]
@@ -145,10 +156,15 @@ def test_a_prior_config_is_translated(tmp_path: Path) -> None:
     ours = parse_printed(printed)
     prior = ours["stages"]["prior"]
     assert prior["clip"] == {"kind": "transformers", "name": "openai/clip-vit-large-patch14"} and prior["heads"] == 12
-    assert prior["diffusion"] == {"steps": 100, "objective": "x0"} and prior["sample"] == {"steps": 64}
+    assert prior["diffusion"] == {"steps": 100, "objective": "x0"} and prior["sample"] == {
+        "steps": 64,
+        "eta": 1.0,
+        "sphere": False,
+        "normalize": False,
+    }
     assert ours["data"]["source"] == "clip_retrieval" and ours["data"]["image_embeddings"].endswith("img_emb")
     assert ours["data"]["metadata"].endswith("metadata") and ours["data"]["validation"] == 0.1
-    assert ours["train"]["steps"] == 100 and ours["train"]["ema"] == {"decay": 0.0} and ours["train"]["warmup"] == 7
+    assert ours["train"]["steps"] == 100 and ours["train"]["ema"]["decay"] == 0.0 and ours["train"]["warmup"] == 7
     assert "# not translated: prior.net.rotary_emb = true" in printed
 
 
@@ -166,7 +182,7 @@ def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
         "frames": 9,
         "source": "folder",
     }
-    assert tokenizer["adversarial"] == {"loss": "bce", "width": 16, "penalty_every": 4}
+    assert tokenizer["adversarial"] == {"loss": "bce", "weight": 1.0, "width": 16, "penalty_every": 4}
     assert tokenizer["quantizer"] == {"kind": "lfq", "codes": 256} and tokenizer["patch"] == 8
     assert (
         tokenizer["train"]["batch_size"] == 12
@@ -236,6 +252,7 @@ def test_muse_has_two_generators(tmp_path: Path) -> None:
     assert list(stages) == ["tokenizer", "generator", "superres"]
     assert stages["tokenizer"]["multipliers"] == [1, 1, 2] and stages["tokenizer"]["blocks"] == [0, 0, 1]
     assert (stages["generator"]["depth"], stages["superres"]["depth"]) == (5, 1)
+    assert stages["generator"]["sample"] == {"top_k": 26}  # a tenth of the codes
     assert stages["superres"]["low_res"] == "generator" and stages["superres"]["low_res_size"] == 32
 
 
@@ -329,3 +346,159 @@ def test_settings_of_a_quantizer_are_kept(tmp_path: Path) -> None:
 def test_a_checkpoint_is_refused_with_the_reason(tmp_path: Path, source: str, task: str) -> None:
     with pytest.raises(InputError, match=f"other layers than task {task}"):
         translate_config(tmp_path / "vae.pt", source)
+
+
+def translate_script(folder: Path, package: str, text: str) -> str:
+    path = folder / "train.py"
+    path.write_text(text)
+    return trainer_config.translate(path, package)
+
+
+def test_what_their_trainers_do_by_themselves_is_written_down(tmp_path: Path) -> None:
+    """No warm-up, no clipping unless it is set, torch's β, no decay of weights in Muse's codec, flipped pictures."""
+    call = "VQGanVAETrainer(VQGanVAE(dim=32{}), folder='x', num_train_steps=1, lr=1e-3, batch_size=2, grad_accum_every=1{})\n"
+    for package, model, trainer in (
+        ("nuwa", ", image_size=32", ""),
+        ("muse", "", ", image_size=32, max_grad_norm=0.5"),
+    ):
+        ours = parse_printed(translate_script(tmp_path, package, call.format(model, trainer)))
+        tokenizer = ours["stages"]["tokenizer"]
+        assert tokenizer["train"]["warmup"] == 0 and tokenizer["train"]["clip"] is None
+        assert tokenizer["train"]["betas"] == [0.9, 0.999] and tokenizer["train"]["weight_decay"] == 0.0
+        assert ours["data"]["flip"] == 0.5
+        assert tokenizer.get("players") == ({"generator": {"clip": 0.5}} if package == "muse" else None)
+        expected = {"loss": "hinge", "weight": 1.0, "width": 32, "levels": 4, "penalty_every": 4}
+        assert tokenizer["adversarial"] == expected
+    assert tokenizer["quantizer"]["diversity"] == 4.0
+
+
+def test_a_name_stands_for_its_latest_object(tmp_path: Path) -> None:
+    """As in one script of all examples: each model is built from what the name holds there; the codec is built again."""
+    printed = translate_script(
+        tmp_path,
+        "muse",
+        "vae = VQGanVAE(dim=32, layers=2, codebook_size=256, use_vgg_and_gan=False)\n"
+        "net = MaskGitTransformer(dim=64, depth=8, num_tokens=256)\n"
+        "base = MaskGit(vae=vae, transformer=net, image_size=32)\n"
+        "vae = VQGanVAE(dim=32, layers=2, codebook_size=256, use_vgg_and_gan=False)\n"
+        "net = MaskGitTransformer(dim=64, depth=2, num_tokens=256)\n"
+        "large = MaskGit(vae=vae, transformer=net, image_size=64, cond_image_size=32)\n",
+    )
+    stages = parse_printed(printed)["stages"]
+    assert (stages["generator"]["depth"], stages["superres"]["depth"]) == (8, 2)
+    assert "not translated" not in printed
+
+
+def test_each_stage_has_the_data_of_its_trainer(tmp_path: Path) -> None:
+    ours = parse_printed(
+        translate_script(
+            tmp_path,
+            "phenaki",
+            "vae = CViViT(dim=64, codebook_size=256, image_size=32, use_vgg_and_gan=False)\n"
+            "CViViTTrainer(vae, folder='pictures', train_on_images=True, batch_size=2, num_train_steps=9)\n"
+            "phenaki = Phenaki(cvivit=vae, maskgit=MaskGit(dim=64, depth=1))\n"
+            "PhenakiTrainer(phenaki, folder='clips', num_frames=9, train_num_steps=10, save_and_sample_every=5)\n",
+        )
+    )
+    assert (ours["data"]["folder"], ours["data"]["frames"], ours["data"]["flip"]) == ("pictures", 1, 0.5)
+    generator = ours["stages"]["generator"]
+    assert generator["data"] == {"frames": 9, "folder": "clips", "flip": 0.0}
+    assert (generator["train"]["sample_every"], generator["train"]["save_every"]) == (5, 5)
+    assert generator["train"]["clip"] is None
+
+
+def test_a_batch_that_is_split_is_that_of_all_gpus(tmp_path: Path) -> None:
+    call = "PhenakiTrainer(Phenaki(maskgit=MaskGit(dim=64, depth=1)), folder='x', batch_size=4, grad_accum_every=2{})\n"
+    assert "4 × 2 of all GPUs" in translate_script(tmp_path, "phenaki", call.format(""))
+    printed = translate_script(tmp_path, "phenaki", call.format(", split_batches=False"))
+    assert "4 × 2; it is global: multiply it by the number of GPUs" in printed
+
+
+def test_the_datasets_of_nuwa_are_ours(tmp_path: Path) -> None:
+    model = "nuwa = NUWA(vae=VQGanVAE(dim=32, image_size=64, use_vgg_and_gan=False), dim=64)\n"
+    gif = "ds = GifVideoDataset(folder='gifs', channels=1)\nNUWATrainer(nuwa=nuwa, dataset=ds, num_train_steps=9)\n"
+    data = parse_printed(translate_script(tmp_path, "nuwa", model + gif))["data"]
+    assert (data["source"], data["folder"], data["channels"]) == ("folder", "gifs", 1)
+    mnist = (
+        "ds = MnistDataset(num_videos=40, videos_memmap_path='v.raw', text_memmap_path='t.raw')\n"
+        "NUWATrainer(nuwa=nuwa, dataset=ds, num_train_steps=9)\n"
+    )
+    printed = translate_script(tmp_path, "nuwa", model + mnist)
+    data = parse_printed(printed)["data"]
+    assert (data["source"], data["folder"], data["labels"]) == ("memmap", "v.raw", "t.raw")
+    assert data["array_shape"] == [40, 10, 1, 64, 64] and data["caption"] == "{label[0]} {label[1]}"
+    assert "not translated: MnistDataset" not in printed
+    images = "VQGanVAETrainer(VQGanVAE(dim=32, image_size=64), images_memmap_path='i.raw', images_memmap_shape=(40, 1, 64, 64))"
+    data = parse_printed(translate_script(tmp_path, "nuwa", images))["data"]
+    assert (data["source"], data["folder"], data["rotate"]) == ("memmap", "i.raw", True)
+
+
+def test_every_model_of_nuwa_is_read(tmp_path: Path) -> None:
+    vae = "vae = VQGanVAE(dim=32, image_size=64, vq_codebook_size=512, use_vgg_and_gan=False)\n"
+    plain = parse_printed(translate_script(tmp_path, "nuwa", f"{vae}NUWA(vae=vae, dim=64)"))["stages"]["generator"]
+    assert plain["caption_dropout"] == 0.2 and plain["sample"] == {"guidance": 2.0, "top_k": 51}
+    sketch = "other = VQGanVAE(dim=32, image_size=64, num_layers=3, use_vgg_and_gan=False)\n"
+    printed = translate_script(
+        tmp_path, "nuwa", f"{sketch}{vae}NUWASketch(vae=vae, sketch_vae=other, dim=64, dec_depth=2)"
+    )
+    stages = parse_printed(printed)["stages"]
+    assert list(stages) == ["tokenizer", "sketch_tokenizer", "generator"]
+    assert len(stages["sketch_tokenizer"]["multipliers"]) == 4 and len(stages["tokenizer"]["multipliers"]) == 5
+    assert stages["generator"]["sketch"] == "sketch_tokenizer" and stages["generator"]["depth"] == 2
+    printed = translate_script(
+        tmp_path, "nuwa", f"{vae}NUWAVideoAudio(vae=vae, dim=64, num_audio_tokens=2048, cross_modality_attn_every=3)"
+    )
+    stages = parse_printed(printed)["stages"]
+    assert stages["generator"]["sound"] == "sound_tokenizer"
+    assert stages["sound_tokenizer"]["quantizer"] == {"kind": "vq", "codes": 2048}
+    assert "# not translated: NUWAVideoAudio.cross_modality_attn_every = 3" in printed
+
+
+def test_settings_of_a_quantizer_that_is_not_used_are_said(tmp_path: Path) -> None:
+    printed = translate_script(
+        tmp_path, "muse", "VQGanVAE(dim=32, layers=2, codebook_size=256, vq_kwargs=dict(decay=0.9))"
+    )
+    assert "# not translated: VQGanVAE.vq_kwargs.decay = 0.9" in printed
+
+
+def test_a_temperature_that_nothing_reads_is_said(tmp_path: Path) -> None:
+    printed = translate_script(tmp_path, "phenaki", "Phenaki(maskgit=MaskGit(dim=64, depth=1), sample_temperature=0.0)")
+    assert "# not translated: Phenaki.sample_temperature = 0.0" in printed
+
+
+def test_what_their_scripts_do_by_themselves_is_written_down(tmp_path: Path) -> None:
+    """Defaults of DALLE2-pytorch; drawing shards at random needs shuffle_train=false there."""
+    tree = deepcopy(DECODER)
+    tree["train"] = {"epochs": 1}
+    tree["data"] |= {"shuffle_train": False}
+    tree["evaluate"] = {"FID": {}}
+    ours = parse_printed(dalle2_config.translate(write_json(tmp_path, tree)))
+    assert ours["data"]["resample"] and "shuffle" not in ours["data"]
+    assert ours["train"]["evaluation_samples"] == 1000 and ours["train"]["save_every_samples"] == 100_000
+    assert ours["train"]["samples"] == 6
+    assert all(stage["train"]["warmup"] == 0 for stage in ours["stages"].values())
+    prior = {
+        "prior": {"image_embed_dim": 8, "net": {"dim": 8, "depth": 1, "heads": 2, "dim_head": 4}, "predict_v": True}
+    }
+    data = {"image_url": "a", "meta_url": "b", "batch_size": 4}
+    printed = dalle2_config.translate(
+        write_json(tmp_path, prior | {"data": data, "train": {"ema_update_after_step": 50}})
+    )
+    ours = parse_printed(printed)
+    assert ours["train"]["ema"] == {"start": 50, "every": 10, "decay": 0.99} and ours["train"]["eps"] == 1e-6
+    assert ours["train"]["warmup"] == 0 and ours["stages"]["prior"]["diffusion"]["objective"] == "v"
+    assert "dim_head" not in printed
+
+
+def test_a_codebook_without_k_means(tmp_path: Path) -> None:
+    printed = translate_script(
+        tmp_path, "nuwa", "VQGanVAE(dim=32, image_size=64, use_vgg_and_gan=False, vq_kmeans_init=False)"
+    )
+    assert parse_printed(printed)["stages"]["tokenizer"]["quantizer"]["kmeans"] == 0
+
+
+def test_thresholds_and_weights_that_differ_are_said(tmp_path: Path) -> None:
+    change: Tree = {"decoder": {"use_dynamic_thres": False, "dynamic_thres_percentile": 0.9, "predict_v": True}}
+    printed = dalle2_config.translate(write_json(tmp_path, merge(DECODER, change)))
+    assert "# not translated: decoder.dynamic_thres_percentile = 0.9" in printed
+    assert "diffusion.weighting=p2 weights the error of ε; theirs weights that of v alike" in printed
