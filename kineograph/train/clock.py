@@ -38,7 +38,7 @@ class StageClock:
         self._elapsed = elapsed
         self._started = time.monotonic() if started is None else started
         self._began = 0.0  # of the step in progress
-        self._compiles = True  # in the first step of a process
+        self._is_first = True  # of a process: data workers start, and most tasks compile
 
     def start(self) -> None:
         self._started = time.monotonic()
@@ -49,11 +49,11 @@ class StageClock:
     def begin_step(self) -> None:
         self._began = self.seconds()
 
-    def end_step(self, share: float, budget: float) -> float:
-        """The share of the schedule after a step, the same in all processes."""
+    def end_step(self, share: float, budget: float, compiled: bool = False) -> float:
+        """The share of the schedule after a step, the same in all processes. `compiled`: the step was compiled in its time."""
         now = self.seconds()
-        spent = 0.0 if self._compiles else now - self._began
-        self._compiles = False
+        spent = 0.0 if self._is_first or compiled else now - self._began
+        self._is_first = False
         return float(distributed.broadcast_object(next_share(share, spent, budget - now)))
 
 
