@@ -24,7 +24,7 @@ from kineograph.data.memmap import format_label, read_labels
 from kineograph.data.open_source import DataConfig, Split, SplitItems, select_captioned_items
 
 _OPEN_PACKS = 64  # packs whose arrays stay mapped
-_EXTRA = ("image_embed", "text_embed", "first_frame", "low_res_tokens")  # fields that go into Sample.extra
+EXTRA_FIELDS = ("image_embed", "text_embed", "first_frame", "low_res_tokens")  # fields that go into Sample.extra
 
 
 class CacheConfig(DataConfig):
@@ -206,7 +206,7 @@ class Cache(BucketedSource):
         caption = self.caption(index) or ("" if self._has_captions else None)
         sample = Sample(caption=caption, texts=several_texts(self.captions(index)), fps=fps)
         for name, value in fields.items():
-            if name in _EXTRA:
+            if name in EXTRA_FIELDS:
                 sample.extra[name] = value
             else:
                 setattr(sample, name, value)

@@ -70,6 +70,7 @@ def check_stages(
             device = distributed.resolve_device(stage.train.device)
             precision = resolve_precision(stage.train.precision, device)
             uses_cuda_graphs(stage.train, device, several)
+            _check_compile_ahead(stage, data[stage.name], several)
             if stage.train.deterministic:
                 check_deterministic_device(device)
         stage.train.parallel.mesh_shape(*(planned or distributed.current_world()))
@@ -135,6 +136,16 @@ class _PromptCheck:
     def finish(self) -> None:
         if self.errors and not self.drawn:
             raise self.errors[-1]
+
+
+def _check_compile_ahead(stage: StagePlan, data: StageData, several: bool) -> None:
+    if not stage.train.compile_ahead:
+        return
+    fault = (
+        "works in one process" if several else "reads the data in a second process, which cannot get your own Dataset"
+    )
+    if several or data.source.is_user_dataset:
+        raise ConfigError(f"stages.{stage.name}.train.compile_ahead=true {fault}: set it to false")
 
 
 def _check_deterministic_order(stage: StagePlan, data: StageData) -> None:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from kineograph.doctor.machine import release_memory
 from kineograph.doctor.step_flops import count_step_flops
 from kineograph.run.cache import StageCache
 from kineograph.run.checks import check_stages
+from kineograph.run.compile_ahead import CompileAhead, select_stages
 from kineograph.run.launch import is_main_process, process_group, set_group_timeout
 from kineograph.run.metrics import TrainingMetrics
 from kineograph.run.open_data import open_data, resolve_epochs
@@ -142,12 +144,12 @@ def _train_stages(run: _Run, data: dict[str, StageData]) -> None:
         if distributed.is_first():
             _write_run_files(run.plan, run.folder, data)
         distributed.barrier()
-        with run.stop.handle_signals():
+        with run.stop.handle_signals(), _compile_ahead(run, data) as may_compile:
             for stage in run.plan.stages:
                 if stage.spec.config.skip:
                     run.note(f"{stage.name}: skipped (stages.{stage.name}.skip=true)")
                 else:
-                    training = _StageTraining(run, stage, data[stage.name])
+                    training = _StageTraining(run, stage, data[stage.name], may_compile)
                     with deterministic_algorithms(training.device) if stage.train.deterministic else nullcontext():
                         training.train()
                     _release_stage()
@@ -162,6 +164,22 @@ def _train_stages(run: _Run, data: dict[str, StageData]) -> None:
             with suppress(OSError):  # a full disk
                 write_atomic(run.folder.failed_marker, f"{reason}\n")
         raise
+
+
+@contextmanager
+def _compile_ahead(run: _Run, data: dict[str, StageData]) -> Iterator[Callable[[str], bool]]:
+    """Compile unfinished stages in a second process, where the config says so. → whether a stage should be compiled yet"""
+    stages = [stage.name for stage in select_stages(run.plan) if not _is_finished(run.folder, stage)]
+    if not stages:
+        yield lambda stage: True
+        return
+    with CompileAhead(run.folder, stages, run.note) as ahead:
+        yield ahead.is_ready
+
+
+def _is_finished(folder: RunFolder, stage: StagePlan) -> bool:
+    saved = checkpoint.latest(folder.checkpoints(stage.name))
+    return saved is not None and is_finished(stage.train, saved_cursor(stage.train, saved))
 
 
 def _write_run_files(plan: Plan, folder: RunFolder, data: dict[str, StageData]) -> None:
@@ -187,8 +205,8 @@ def _release_stage() -> None:
 class _StageTraining:
     """Puts together what one stage's training needs."""
 
-    def __init__(self, run: _Run, stage: StagePlan, data: StageData) -> None:
-        self.run, self.stage, self.data = run, stage, data
+    def __init__(self, run: _Run, stage: StagePlan, data: StageData, may_compile: Callable[[str], bool]) -> None:
+        self.run, self.stage, self.data, self.may_compile = run, stage, data, may_compile
         self.device = distributed.resolve_device(stage.train.device)
         enable_flash_attention_3(self.device)
         self.stages = StageLoader(run.folder, self.device, run.note)
@@ -208,7 +226,8 @@ class _StageTraining:
                 return
         task = build_for_training(run.plan, stage, self.stages, data, run.note)
         players = {name: stage.players[name] for name in task.players}
-        stepper = Stepper(task, stage.train, players, self.device, run.plan.stage_seed(stage.name))
+        seed, may_compile = run.plan.stage_seed(stage.name), partial(self.may_compile, stage.name)
+        stepper = Stepper(task, stage.train, players, self.device, seed, may_compile)
         cache = StageCache(stage, task, self.stages, run.folder, data, self.device, run.note)
         source = cache.open(run.stop)
         if source is None or (isinstance(task, SupportsCaching) and task.always_encode()):

@@ -38,9 +38,8 @@ class StageClock:
         """`elapsed`: seconds in earlier processes; `started`: when this one began, by time.monotonic."""
         self._elapsed = elapsed
         self._started = time.monotonic() if started is None else started
-        self._counted: float | None = (
-            None  # until when the schedule has moved; None: the first step of a process compiles
-        )
+        # Until when the schedule has moved; None in the first step of a process, in which most tasks compile.
+        self._counted: float | None = None
 
     def seconds(self) -> float:
         return self._elapsed + time.monotonic() - self._started
@@ -55,13 +54,13 @@ class StageClock:
             if self._counted is not None:
                 self._counted += self.seconds() - began
 
-    def end_step(self, share: float, budget: float) -> float:
-        """The share of the schedule after a step, the same in all processes.
+    def end_step(self, share: float, budget: float, compiled: bool = False) -> float:
+        """The share of the schedule after a step, the same in all processes. `compiled`: the step was compiled in its time.
 
         A step counts from the end of the one before: the host waits for a GPU in between, when it logs.
         """
         now = self.seconds()
-        spent = 0.0 if self._counted is None else now - self._counted
+        spent = 0.0 if self._counted is None or compiled else now - self._counted
         self._counted = now
         return float(distributed.broadcast_object(next_share(share, spent, budget - now)))
 

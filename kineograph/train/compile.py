@@ -25,6 +25,11 @@ def is_large(task: Task) -> bool:
     return sum(p.numel() for block in task.blocks() for p in block.parameters()) >= LARGE
 
 
+def is_compiled(config: TrainConfig, device: torch.device) -> bool:
+    """Whether training steps are compiled at all."""
+    return device.type == "cuda" if config.compile == "auto" else bool(config.compile)
+
+
 def uses_cuda_graphs(config: TrainConfig, device: torch.device, is_distributed: bool | None = None) -> bool:
     """Whether compiled modules run as CUDA graphs; raise a ConfigError if `graphs` is set and impossible.
 

@@ -80,6 +80,8 @@ class TrainConfig(PlayerConfig):
     compile: Literal["auto", "graphs", "blocks"] | bool = "auto"
     """torch.compile; graphs: with CUDA graphs; blocks: compile equal blocks once, so that compile time does not grow with depth;
     auto: on GPUs only, blocks from half a billion parameters, otherwise graphs if accumulate=1."""
+    compile_ahead: bool = False
+    """Compile in a second process, which needs the memory of the stage once more; the first steps run uncompiled meanwhile. One process only."""
     checkpointing: bool | Literal["light", "selective"] = False
     """Recompute activations of the repeated blocks in the backward pass: less memory, more time. selective: keep the outputs of attention;
     light: also those of all matrix products but the widest."""
@@ -166,6 +168,11 @@ class TrainConfig(PlayerConfig):
 
     @model_validator(mode="after")
     def _check_minutes(self) -> TrainConfig:
+        if self.compile_ahead and self.deterministic:
+            raise ValueError(
+                "compile_ahead=true compiles as soon as the second process is ready, which differs from run to run, and deterministic=true "
+                "promises the same weights every time: set one of them to false"
+            )
         if self.minutes is not None and self.deterministic:
             raise ValueError(
                 f"minutes={self.minutes:g} ends by the clock, which differs from run to run, and deterministic=true promises the same "

@@ -5,7 +5,7 @@ Nothing here waits for the device: losses, norms and skip counts stay there unti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,7 +22,7 @@ from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Loss, Task, check_weights, player_parameters, task_state_dict
 from kineograph.train.activation_checkpointing import checkpoint_activations
 from kineograph.train.checkpoint import Checkpoint
-from kineograph.train.compile import compile_task, is_large, uses_cuda_graphs
+from kineograph.train.compile import compile_task, is_compiled, is_large, uses_cuda_graphs
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ddp import GradientAverage, ReplicatedTask
 from kineograph.train.dtensors import to_local
@@ -78,7 +78,9 @@ class Stepper:
         players: Mapping[str, PlayerConfig] | None = None,
         device: torch.device | str = "cpu",
         seed: int = 0,
+        may_compile: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`may_compile`: False while another process compiles the same task into torch's cache; steps are not compiled until then."""
         self.device = torch.device(device)
         if self.device.type == "cuda":
             # Shapes repeat from step to step: let cuDNN find its fastest kernels once. Which they are varies from run to run.
@@ -88,6 +90,8 @@ class Stepper:
         self.task = task if _is_on(task, self.device) else task.to(self.device)
         self.config = config
         self.seed = seed
+        self._may_compile = may_compile
+        self.is_waiting = False  # for the compiler
         self.precision = resolve_precision(config.precision, self.device)
         if isinstance(task, ChecksPrecision):
             task.check_precision(self.precision)
@@ -121,7 +125,7 @@ class Stepper:
                 checkpoint_activations(block, None if config.checkpointing is True else config.checkpointing)
         by_block = config.compile == "blocks" or (config.compile == "auto" and is_large(task))
         self.graphs = uses_cuda_graphs(config, self.device) and not by_block
-        self.compiles = bool(config.compile) if config.compile != "auto" else self.device.type == "cuda"
+        self.compiles = is_compiled(config, self.device)
         if self.compiles:
             compile_task(task, self.graphs, by_block or (bool(self.layout) and parallel.communicates_in_forward))
             if self.layout and (config.checkpointing or self.graphs):
@@ -162,7 +166,9 @@ class Stepper:
         `position`: how far the schedule is, in steps of `config.steps`, if that is not `step` (train.minutes); `pace`: how far a step takes it.
         """
         position = step if position is None else position
-        losses = self.accumulate_gradients(step, batches, int(position))
+        self.is_waiting = self.compiles and not self._may_compile()
+        with torch.compiler.set_stance("force_eager") if self.is_waiting else nullcontext():
+            losses = self.accumulate_gradients(step, batches, int(position))
         values: dict[str, Tensor] = {}
         overflow = torch.zeros((), device=self.device)
         for name, loss in losses.items():

@@ -198,9 +198,11 @@ class Trainer:
         self._probe_data(micro_batches, step)
         position = schedule_position(config, cursor)
         pace = config.steps * (cursor.share.now - cursor.share.before) if self.is_timed else 1
+        waited = self.stepper.is_waiting
         with self.timer.step(is_measured(config, step + 1)):
             values = self.stepper.step(step, micro_batches, position, pace)
-        share = self.clock.end_step(cursor.share.now, config.seconds) if config.seconds is not None else 0.0
+        compiled = waited and not self.stepper.is_waiting
+        share = self.clock.end_step(cursor.share.now, config.seconds, compiled) if config.seconds is not None else 0.0
         self.timer.count(sum(map(len, micro_batches)) * distributed.data_world())
         heartbeat.beat()
         self.progress.advance(step + 1, share if self.is_timed else None)
