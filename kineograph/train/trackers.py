@@ -29,7 +29,10 @@ from kineograph.train.phases import phase_of
 
 
 class Tracker:
-    """Takes what training logs; a tracker overrides what it can show. The training thread calls `log`, the saver's thread `log_media`."""
+    """Receives records, media and checkpoints of training; a tracker overrides the methods for those that it can show.
+
+    The training thread calls `begin`, `log` and `close`, the saver's thread the others.
+    """
 
     def begin(self, stage: str, step: int) -> None:
         """Begin a stage, or resume it at `step`: later points no longer count."""
