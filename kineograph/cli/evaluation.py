@@ -29,9 +29,7 @@ FidMode = Annotated[
         show_default="tensorflow",
     ),
 ]
-FidFeatures = Annotated[
-    int | None, Option(help="Inception's layer for fid, rfid, kid: 64, 192, 768 or 2048.", show_default="2048")
-]
+FidFeatures = Annotated[int | None, Option(help="Inception's layer of fid, rfid, kid: 64, 192, 768 or 2048 (default).")]
 FvdMode = Annotated[
     Literal["tensorflow", "pytorch"] | None,
     Option(help="How fvd resizes: tensorflow (the original), pytorch (cd-fvd).", show_default="tensorflow"),
@@ -70,7 +68,7 @@ def evaluate(
         bool,
         Option(
             "--from-items",
-            help="Judge a decoder or upsampler alone: draw from the real items' embeddings or smaller copies, not through other stages.",
+            help="Judge a decoder or upsampler alone: draw from the real items' embeddings or smaller copies.",
         ),
     ] = False,
     reference: Annotated[
