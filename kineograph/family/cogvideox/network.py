@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kineograph.core.parallel_plan import ParallelPlan
 from kineograph.family.cogvideox.positions import Grid, PositionTables, build_positions
 from kineograph.family.cogvideox.transformer_config import Latents, TransformerShape
-from kineograph.nn.attention import attend
+from kineograph.nn.attention import attend, key_mask
 
 OFS = 2.0  # the constant that the released image-to-video model reads
 NORM_EPS, QK_EPS = 1e-5, 1e-6
@@ -67,7 +67,8 @@ class Attention(nn.Module):
         self.norm_k = nn.LayerNorm(shape.head_width, eps=QK_EPS)
         self.to_out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, positions: PositionTables) -> Tensor:
+    def forward(self, x: Tensor, positions: PositionTables, keep: Tensor | None = None) -> Tensor:
+        """x is B N D; `keep` B N is False for padding, which no token attends to."""
         if self.fused:
             q, k, v = rearrange(self.to_qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.heads)
         else:
@@ -75,7 +76,7 @@ class Attention(nn.Module):
                 rearrange(to(x), "b n (h d) -> b h n d", h=self.heads) for to in (self.to_q, self.to_k, self.to_v)
             )
         q, k = apply_rotary(self.norm_q(q), positions), apply_rotary(self.norm_k(k), positions)
-        mixed = attend(q.to(v.dtype), k.to(v.dtype), v)
+        mixed = attend(q.to(v.dtype), k.to(v.dtype), v, key_mask(keep))
         return self.to_out(rearrange(mixed, "b h n d -> b n (h d)"))
 
 
@@ -106,10 +107,12 @@ class Block(nn.Module):
         self.norm2 = Modulation(shape.width, shape.time_width)
         self.mlp = Mlp(shape.width)
 
-    def forward(self, x: Tensor, time: Tensor, is_text: Tensor, positions: PositionTables) -> Tensor:
-        """x is B N D."""
+    def forward(
+        self, x: Tensor, time: Tensor, is_text: Tensor, positions: PositionTables, keep: Tensor | None = None
+    ) -> Tensor:
+        """x is B N D, keep is B N."""
         modulated, gate = self.norm1(x, time, is_text)
-        x = x + gate * self.attention(modulated, positions)
+        x = x + gate * self.attention(modulated, positions, keep)
         modulated, gate = self.norm2(x, time, is_text)
         return x + gate * self.mlp(modulated)
 
@@ -251,8 +254,18 @@ class Transformer(nn.Module):
             and any(p.requires_grad for p in self.blocks[0].parameters())
         )
 
-    def forward(self, latents: Tensor, t: Tensor, text: Tensor, positions: PositionTables) -> Tensor:
-        """B t c h w, timesteps B, text B L E → B t c h w; `positions` come from `positions_for`."""
+    def _keep_tokens(self, times: Tensor | None, text: int, grid: Grid) -> Tensor | None:
+        """Real latent frames B t → real tokens B N, the text first; a token is real if any of its frames is."""
+        if times is None:
+            return None
+        frames = times.unflatten(1, (-1, self.shape.patch_time)).any(-1)
+        return F.pad(frames.repeat_interleave(grid[1] * grid[2], dim=1), (text, 0), value=True)
+
+    def forward(
+        self, latents: Tensor, t: Tensor, text: Tensor, positions: PositionTables, times: Tensor | None = None
+    ) -> Tensor:
+        """B t c h w, timesteps B, text B L E → B t c h w; `positions` come from `positions_for`. `times` B t: False for
+        padding, which has no effect on other frames; None: no padding."""
         p, pt = self.shape.patch, self.shape.patch_time
         grid = self.token_grid((latents.shape[1], latents.shape[3], latents.shape[4]))
         patches = rearrange(latents, "b (t r) c (h p) (w q) -> b (t h w) (c r p q)", r=pt, p=p, q=p)
@@ -271,8 +284,9 @@ class Transformer(nn.Module):
         is_text = (torch.arange(x.shape[1], device=x.device) < text.shape[1])[None, :, None]
         if self._needs_input_grad(x):
             x = x.detach().requires_grad_()
+        keep = self._keep_tokens(times, text.shape[1], grid)
         for block in self.blocks:
-            x = block(x, vector, is_text, positions)
+            x = block(x, vector, is_text, positions, keep)
         x = self.norm_final(x[:, text.shape[1] :])
         shift, scale = self.out_linear(vector)[:, None].chunk(2, dim=-1)
         patches = self.patch_out(self.out_norm(x) * (1 + scale) + shift)

@@ -133,16 +133,18 @@ class CogVideoX(
         """Latents (t, h, w) of a clip; a ConfigError names sizes that fit."""
         return self.space.shape_for(frames, height, width)
 
-    def predict(self, x_t: Tensor, t: Tensor, text: Tensor, image: Tensor | None = None) -> Tensor:
-        """The network's prediction, B t c h w; `image` is the first-frame condition."""
+    def predict(
+        self, x_t: Tensor, t: Tensor, text: Tensor, image: Tensor | None = None, times: Tensor | None = None
+    ) -> Tensor:
+        """The network's prediction, B t c h w; `image` is the first-frame condition, `times` B t marks real latent frames."""
         size = (x_t.shape[1], x_t.shape[3], x_t.shape[4])
         positions = self.network.positions_for(size, text.shape[1], x_t.device)
-        return self.network(x_t if image is None else torch.cat([x_t, image], dim=2), t, text, positions)
+        return self.network(x_t if image is None else torch.cat([x_t, image], dim=2), t, text, positions, times)
 
     def compute_errors(self, clips: LatentClips, text: Tensor, t: Tensor, eps: Tensor) -> Tensor:
         """Squared error per sample, B, float32, over real latent frames."""
         x_t = self.diffusion.add_noise(clips.x0, eps, t)
-        output = self.predict(x_t, t, text, self.space.build_condition(clips.first, clips.padding, x_t))
+        output = self.predict(x_t, t, text, self.space.build_condition(clips.first, clips.padding, x_t), clips.times)
         if clips.times is None:
             return self.diffusion.squared_error(output, clips.x0, eps, t, clips.positions)
         real = clips.times[:, :, None, None, None]

@@ -20,6 +20,7 @@ from kineograph.core.noise import Noise
 from kineograph.core.task import load_weights, player_parameters, task_state_dict
 from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig
 from kineograph.family.cogvideox.diffusers_weights import diffusers_state
+from kineograph.family.cogvideox.latent_space import LatentClips
 from kineograph.family.cogvideox.transformer_config import RELEASED
 from kineograph.train.config import EmaConfig, TrainConfig
 from kineograph.train.stepper import Stepper
@@ -185,6 +186,25 @@ def test_shorter_clips_stand_still_at_the_end_and_are_not_scored_there(make: Mak
         slots=whole.slots, captions=whole.captions, latents=task.precompute(short)["latents"], frame_mask=mask
     )
     torch.testing.assert_close(task(cached, NOISE).error, error)
+
+
+@pytest.mark.parametrize("patch_time", [1, 2])
+def test_a_padded_clip_is_predicted_as_it_would_be_alone(make: Make, patch_time: int) -> None:
+    """Noisy copies of the last frame would tell what it shows, and sampling has none."""
+    task = make(patch_time=patch_time, grid="slice").eval()
+    with torch.no_grad():
+        for parameter in task.network.parameters():  # gates start at zero
+            parameter.normal_(std=0.2)
+    x, t = torch.randn(2, 4, task.space.channels, 8, 8), torch.tensor([300, 800])
+    text = torch.randn(2, task.texts.length, task.texts.width)
+    times = torch.tensor([[True, True, False, False]]).expand(2, -1)
+    alone = task.predict(x[:, :2], t, text)
+    torch.testing.assert_close(task.predict(x, t, text, times=times)[:, :2], alone)
+    assert not torch.allclose(task.predict(x, t, text)[:, :2], alone, atol=1e-3)
+    eps = torch.randn_like(x)
+    padded = task.compute_errors(LatentClips(x, None, 0, times), text, t, eps)
+    cut = task.compute_errors(LatentClips(x[:, :2], None, 0), text, t, eps[:, :2])
+    torch.testing.assert_close(padded, cut)
 
 
 def test_the_loss_is_the_mean_over_the_latents_that_the_mask_shows(make: Make) -> None:

@@ -136,10 +136,10 @@ def test_a_clip_goes_on_by_the_command(
     predict = CogVideoX.predict
 
     def seeing(
-        self: CogVideoX, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, image: torch.Tensor
+        self: CogVideoX, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, image: torch.Tensor, *rest: Any
     ) -> torch.Tensor:
         seen.append(image.flatten(2).any(-1).sum(1))  # latent frames that each row is shown
-        return predict(self, x, t, text, image)
+        return predict(self, x, t, text, image, *rest)
 
     monkeypatch.setattr(CogVideoX, "predict", seeing)
     keys = {"first_frame": True, "image": {"clip": 0.5, "dropout": 0.0}}
