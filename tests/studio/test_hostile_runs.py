@@ -120,7 +120,17 @@ def spoil_holes(run: Path) -> None:
             file.truncate(2**40)
 
 
-SPOILS = (spoil_config, spoil_numbers, spoil_times, spoil_steps, spoil_text, spoil_names, spoil_nesting, spoil_folders, spoil_holes)
+SPOILS = (
+    spoil_config,
+    spoil_numbers,
+    spoil_times,
+    spoil_steps,
+    spoil_text,
+    spoil_names,
+    spoil_nesting,
+    spoil_folders,
+    spoil_holes,
+)
 
 
 @pytest.mark.timeout(60)
