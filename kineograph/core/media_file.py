@@ -40,7 +40,7 @@ class MediaLimits(Config):
     """Pixels of a frame."""
     frames: int = Field(100_000, ge=1, lt=2**31)
     """Frames decoded to reach those that are used."""
-    animation_pixels: int = Field(2**31, ge=1, lt=2**63)
+    animation_pixels: int = Field(2**31, ge=1, lt=2**48)
     """Pixels of all frames of a GIF, WebP or APNG: these are decoded from the first frame on."""
     bytes: int = Field(2**30, ge=1, lt=2**63)
     """Bytes of an image, an animation or a member of a tar: these are read into memory."""

@@ -225,10 +225,15 @@ def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tu
     text = read_text(path)
     if path.suffix == ".csv":
         reader = csv.DictReader(io.StringIO(text, newline=""))
-        columns = reader.fieldnames or ()
-        if not set(FILE_KEYS) & set(columns):
-            raise InputError(f"{path} has the columns {', '.join(columns) or '(none)'}: file_name and text are needed")
-        yield from ((reader.line_num, row) for row in reader)
+        try:
+            columns = reader.fieldnames or ()
+            if not set(FILE_KEYS) & set(columns):
+                raise InputError(
+                    f"{path} has the columns {', '.join(columns) or '(none)'}: file_name and text are needed"
+                )
+            yield from ((reader.line_num, row) for row in reader)
+        except csv.Error as error:  # such as a quotation mark that is never closed
+            raise InputError(f"{path}, line {reader.line_num}, is no CSV: {error}") from None
         return
     for number, line in enumerate(split_lines(text), 1):
         if not line.strip():

@@ -4,6 +4,7 @@ records and every record of validation and health.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from kineograph.studio.run_files import open_file
 
 Record = dict[str, Any]
 WHOLE = 8 * 2**20  # bytes up to which every line is read
+LARGEST = 2**32  # bytes that are looked through: a file with holes may state any size
 SAMPLES = 1_500  # training records of a longer file
 RARE = 4_000  # records of validation and health at most
 LONGEST_LINE = 2**17
@@ -27,7 +29,7 @@ LONGEST_TEXT = max(map(len, RARE_TEXTS))
 def read_records(run: Path) -> list[Record]:
     """Records of a run in the order of the file. Raises OutsideRun or OSError if it cannot be read."""
     with open_file(run, "metrics.jsonl") as file:
-        size = os.fstat(file.fileno()).st_size
+        size = _measure(file)
         if size <= WHOLE:
             return [record for line in file.read(WHOLE).splitlines() if (record := _parse(line)) is not None]
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -43,12 +45,19 @@ def read_records(run: Path) -> list[Record]:
 def sample_records(run: Path, count: int) -> list[Record]:
     """A few records, evenly spread over the file, and the last ones."""
     with open_file(run, "metrics.jsonl") as file:
-        size = os.fstat(file.fileno()).st_size
+        size = _measure(file)
         if not size:
             return []
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             found = _sample(data, 0, size, count) | _sample(data, max(0, size - 16_384), size, 8)
         return [found[start] for start in sorted(found)]
+
+
+def _measure(file: BinaryIO) -> int:
+    size = os.fstat(file.fileno()).st_size
+    if size > LARGEST:
+        raise OSError(errno.EFBIG, f"more than {LARGEST:,} bytes")
+    return size
 
 
 def _parse(line: bytes) -> Record | None:

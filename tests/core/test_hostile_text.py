@@ -217,3 +217,12 @@ def test_captions_that_do_not_fit_into_memory_are_named(tmp_path, name):
         else:
             Folder.open(FolderConfig(folder=str(tmp_path), validation=0), "train", 0)
     check_folder(tmp_path)
+
+
+@pytest.mark.parametrize("first", ["file_name,text\n", ""])
+def test_a_csv_of_one_endless_field_is_named(tmp_path, first):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "metadata.csv").write_text(f'{first}"a.png,{"x" * 200_000}')
+    with pytest.raises(InputError, match=r"metadata.csv, line \d, is no CSV: field larger than field limit"):
+        Folder.open(FolderConfig(folder=str(tmp_path), validation=0), "train", 0)
+    assert any("is no CSV" in problem.reason for problem in check_folder(tmp_path).problems)

@@ -18,7 +18,7 @@ def test_a_server_that_never_answers_is_given_up() -> None:
 
 def test_a_slow_download_that_goes_on_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow:
-        def get_file(self, remote: str, path: str) -> None:
+        def get_file(self, remote: str, path: str, callback: Any = None) -> None:
             for part in range(6):
                 with open(path, "ab") as file:
                     file.write(b"x")

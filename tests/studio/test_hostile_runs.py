@@ -105,9 +105,35 @@ def spoil_config(run: Path) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
 
 
-SPOILS = (spoil_config, spoil_numbers, spoil_times, spoil_steps, spoil_text, spoil_names, spoil_nesting, spoil_folders)
+def spoil_holes(run: Path) -> None:
+    """Files of a terabyte that take no space on the disk."""
+    (run / "logs").mkdir(exist_ok=True)
+    checkpoint = run / "generator" / "checkpoints"
+    pictures = run / "generator" / "samples" / "step-00000100"
+    for path in (
+        *(run / name for name in ("metrics.jsonl", "evaluation.json", "skipped.jsonl", "failed", "logs/rank-0.log")),
+        *(checkpoint / name for name in ("best.json", "step-00000100/state.json", "step-00000100/manifest.json")),
+        *(path for path in pictures.iterdir() if path.is_file()),
+    ):
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "wb") as file:
+            file.truncate(2**40)
 
 
+SPOILS = (
+    spoil_config,
+    spoil_numbers,
+    spoil_times,
+    spoil_steps,
+    spoil_text,
+    spoil_names,
+    spoil_nesting,
+    spoil_folders,
+    spoil_holes,
+)
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
 def test_every_page_of_a_spoiled_run_answers(tmp_path: Path, spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kineograph.studio import app, preset_config
