@@ -146,6 +146,15 @@ def test_python_dash_m(tmp_path: Path) -> None:
         (["train", "toy.yaml", "train.precision=fp16"], "train.precision=fp16 needs a GPU"),
         (["train", "toy.yaml", "train.accumulate=3"], "does not divide"),
         (["train", "toy.yaml", "data.source=folder", "data.folder=gone"], "gone"),
+        (["train", "toy.yaml", "train.prompts=x.txt"], "did you mean prompts? It stands beside train"),
+        (
+            ["train", "toy.yaml", "data={source: mix, mix: {dog: {source: moving_digits, folder: x}}}"],
+            "data.mix.dog.source=moving_digits has no folder",
+        ),
+        (
+            ["train", "toy.yaml", "data={source: mix, mix: {dog: {folder: x, shards: y}}}"],
+            "data.mix.dog.source=folder has no shards",
+        ),
         (["train", "gone.yaml"], "gone.yaml does not exist"),
         (["evaluate", "gone", "--metrics", ","], "',' names nothing: give names"),
         (["race", "digits", "--families", " , "], "names nothing: give names"),
@@ -312,7 +321,7 @@ def test_a_story_prints_its_files_and_tells_of_its_scenes(here: Path, kineo) -> 
     ):
         assert kineo("story", "runs/clips", *words, "--device", "cpu") == Done(2, "", message)
     longer = kineo("sample", "runs/clips", "a 3", "--prime", f"{stem}.gif", "--format", "png", "--device", "cpu")
-    assert longer == Done(0, "runs/clips/drawn/a-3-0001.png\n", "--prime: continuing the last 3 of 11 frames\n")
+    assert longer == Done(0, "runs/clips/drawn/a-3-0001.png\n", f"{stem}.gif: continuing the last 3 of 11 frames\n")
     assert everything(here) - before == {"runs/clips/drawn/a-3-0001.png", "runs/clips/drawn/a-3-0001.json"}
     assert (
         kineo("sample", "runs/clips", "a 3", "--frames", "4").err

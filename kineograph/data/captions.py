@@ -303,7 +303,7 @@ def warn_of_flip(flip: float, captions: Sequence[str]) -> str | None:
 def require_captions(source: Source, consumer: str, kind: str = "items") -> str | None:
     """Refuse a source without captions. → a line for the log about items that train on the null text.
 
-    `consumer` names what reads the captions ("stage generator"), `kind` the items.
+    `consumer` names what reads the captions ("stage generator"), `kind` the items. A few held-out items may all be without.
     """
     missing, refused = _list_missing(source)
     if not missing:
@@ -316,12 +316,13 @@ def require_captions(source: Source, consumer: str, kind: str = "items") -> str 
     named = missing if has_none else refused or missing
     counted = f"{len(named)} of {total} {kind} have"
     examples = ", ".join(named[:3]) + (" …" if len(named) > 3 else "")
-    if refused or has_none:
+    if refused or (has_none and kind == "items"):
         remedy = source.caption_help
         if not has_none:
             remedy += "; or set data.uncaptioned=skip, or data.uncaptioned=empty to train these on the null text"
         raise InputError(f"{consumer} reads captions, and {counted} none ({examples}): {remedy}")
-    return f"{counted} no caption ({examples}): data.uncaptioned=empty trains them on the null text"
+    verb = "trains" if kind == "items" else "judges"
+    return f"{counted} no caption ({examples}): data.uncaptioned=empty {verb} them on the null text"
 
 
 def _list_missing(source: Source) -> tuple[list[str], list[str]]:

@@ -43,10 +43,14 @@ def check_folder(path: Path | str, config: FolderConfig | None = None, follow_li
     """
     root = Path(path).expanduser()
     config = config or FolderConfig(folder=str(root))
-    listing = list_folder(root, "")
+    title = str(root)
+    if root.is_file() and root.name.lower().endswith((".npy", ".npz", *SUFFIXES)):
+        listing, root = Listing([], [root.name], [], {}), root.parent
+    else:
+        listing = list_folder(root, "")
     if not follow_links:
         listing = _leave_out_links(root, listing)
-    report = Report(root, problems=list(listing.problems))
+    report = Report(root, title, problems=list(listing.problems))
     if listing.media:
         measured = _check_media(report, listing.media, config, listing.masks)
         _check_captions(report, listing.media, listing.others, config, measured)
@@ -98,7 +102,8 @@ def parse_settings(path: Path | str, settings: Sequence[str]) -> FolderConfig:
     config = parse(FolderConfig, tree, "data")
     if not tree.keys() & _CHECKED:
         raise ConfigError(
-            f"these keys change nothing that is checked: give one of {', '.join(sorted(_CHECKED))}, such as 'buckets={{}}' or caption_lines=several"
+            f"nothing that is checked depends on {', '.join(settings)}: kineo data show {path} shows what the model sees; "
+            f"keys that change what is checked are {', '.join(sorted(_CHECKED))}"
         )
     return config
 
@@ -197,7 +202,7 @@ def _check_captions(
         unreadable.add(name)
     if joined and config.caption_lines == "one":
         report.notes.append(
-            f"{joined} caption files have several lines, each file read as one caption; "
+            f"{joined} caption {'file has' if joined == 1 else 'files have'} several lines, read as one caption; "
             "with data.caption_lines=several each line is a caption, and training draws one each time"
         )
     unread = find_unread(

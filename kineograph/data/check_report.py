@@ -48,6 +48,9 @@ class Report:
     """Counts, measurements and problems. `kineo data check` exits with 1 if there are problems."""
 
     path: Path
+    """The folder that paths in it are relative to."""
+    title: str
+    """What was checked: the folder, or a file in it."""
     kinds: Counter[str] = field(default_factory=Counter)
     media: list[MediaInfo] = field(default_factory=list)
     items: list[CheckedItem] = field(default_factory=list)
@@ -66,7 +69,7 @@ class Report:
 
     def lines(self, everything: bool = False) -> list[str]:
         """What was found, for a person. More than a few problems of one kind are shortened, unless `everything` is asked for."""
-        lines = [f"{self.path}: {_count_kinds(self.kinds) or 'nothing to train on'}", *self.notes]
+        lines = [f"{self.title}: {_count_kinds(self.kinds) or 'nothing to train on'}", *self.notes]
         if self.media:
             lines += [
                 _format_range("width", [media.width for media in self.media]),

@@ -30,7 +30,7 @@ def list_folder(root: Path, key: str = "data.folder=") -> Listing:
     if not root.exists():
         raise NoData(f"{key}{root} does not exist")
     if not root.is_dir():
-        raise InputError(f"{key}{root} is a file: give the folder that holds it")
+        raise InputError(f"{key}{root} is a file: give the folder that holds it{_name_source(root) if key else ''}")
     media: list[str] = []
     others: list[str] = []
     problems: list[Problem] = []
@@ -70,18 +70,22 @@ def list_folder(root: Path, key: str = "data.folder=") -> Listing:
     return Listing(sorted(unmasked), sorted(others), problems, masks)
 
 
+def _name_source(root: Path, name: str = "") -> str:
+    """What to set for an array or a tar, which folders do not read."""
+    file = (name or root.name).lower()
+    if file.endswith((".npy", ".npz")):
+        return "; for arrays set data.source=memmap"
+    return f"; for tar shards set data.source=webdataset data.shards={root}" if file.endswith(SUFFIXES) else ""
+
+
 def refuse_empty(root: Path, listing: Listing, key: str = "data.folder=") -> None:
     if listing.media:
         return
     images, clips = (", ".join(suffix[1:] for suffix in suffixes) for suffixes in (IMAGES, CLIPS))
     suffixes = Counter(PurePosixPath(name).suffix.lower() or "(no suffix)" for name in listing.others)
     found = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(6))
-    hint = ""
-    if suffixes[".npy"] or suffixes[".npz"]:
-        hint = "; for arrays set data.source=memmap"
-    elif any(name.lower().endswith(SUFFIXES) for name in listing.others):
-        hint = f"; for tar shards set data.source=webdataset data.shards={root}"
-    elif listing.problems:
+    hint = next(filter(None, (_name_source(root, name) for name in listing.others)), "")
+    if not hint and listing.problems:
         hint = f"; {listing.problems[0].path}: {listing.problems[0].reason}"
     raise InputError(
         f"{key}{root} holds nothing to train on: looked for images ({images}) and clips ({clips}), also in subfolders, "

@@ -58,6 +58,9 @@ class MemmapConfig(DataConfig):
 
 class Memmap(Source, MeasuresItems):
     Config = MemmapConfig
+    caption_help = (
+        "put captions.txt beside the array, a line for each item, or make captions of labels with data.caption"
+    )
 
     def __init__(
         self,

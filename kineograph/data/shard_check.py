@@ -111,7 +111,7 @@ def _check_shard(root: Path, name: str, lines: Lines) -> _CheckedShard:
         found.keys.append(key)
     if with_text:
         found.problems += [Problem(sample, "no caption") for sample in without]
-    found.note = f"{name}: {len(found.items)} samples, {with_text} with text"
+    found.note = f"{name}: {len(found.items)} {'sample' if len(found.items) == 1 else 'samples'}, {with_text} with text"
     if several:
         found.note += f", {len(several)} with several captions, up to {max(several)}"
     if shard.is_stream:

@@ -70,7 +70,7 @@ class Trim:
         if inside is not None:
             begin, end = max(begin, inside[0]), min(end, inside[1])
         if end - begin <= TOLERANCE:
-            raise Unreadable("", f"{self} leave nothing of its {seconds:.3g} s")
+            raise Unreadable("", f"nothing is left of its {seconds:.3g} s with {self}")
         return begin, end
 
     def measure(self, info: MediaInfo, inside: Span | None = None) -> MediaInfo:

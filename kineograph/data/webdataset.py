@@ -25,7 +25,14 @@ from kineograph.data.open_source import Split, select_split
 from kineograph.data.probe import list_unreadable, probe_all
 from kineograph.data.shards import Shard, find_shards, shards_error
 from kineograph.data.tar import TarIndex, index_shards
-from kineograph.data.webdataset_samples import EMBEDDINGS, Member, Record, SampleDecoder, WebDatasetConfig
+from kineograph.data.webdataset_samples import (
+    CAPTION_HELP,
+    EMBEDDINGS,
+    Member,
+    Record,
+    SampleDecoder,
+    WebDatasetConfig,
+)
 
 _OPEN_FILES = 64  # per thread
 _EMBEDDING_TRIES = 100  # embeddings read until one has a shape
@@ -73,6 +80,7 @@ class _Table:
 
 class WebDataset(BucketedSource, MeasuresItems):
     Config = WebDatasetConfig
+    caption_help = CAPTION_HELP
 
     def __init__(
         self,
@@ -313,7 +321,7 @@ def _describe_dropped(
         return f"data.shards={config.shards!r} holds no samples: {reason}"
     (reason, _), *_ = Counter(skipped.values()).most_common(1)
     if reason.startswith("no caption"):
-        reason += "; data.uncaptioned=empty trains such samples on the null text"
+        reason += "; data.uncaptioned=empty trains such samples on the null text, a higher data.max_unreadable leaves them out"
     suffixes = sorted({suffix for index in indexes for suffix in index.suffixes})
     return (
         f"{dropped} of {total} samples in data.shards cannot be used (data.max_unreadable={config.max_unreadable:g}), most often: {reason}. "

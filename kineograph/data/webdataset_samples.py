@@ -30,6 +30,9 @@ EMBEDDINGS = {  # field → config key of the folder of embedding files
 }
 
 
+CAPTION_HELP = "add a KEY.txt to each in its tar, or name the members that hold captions in data.captions"
+
+
 class WebDatasetConfig(MediaConfig):
     source: str = "webdataset"
     shards: LocalPath | list[LocalPath]

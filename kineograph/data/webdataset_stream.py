@@ -27,7 +27,7 @@ from kineograph.data.open_source import Split, hash_to_unit
 from kineograph.data.order import ItemOrder
 from kineograph.data.shards import Shard, shards_error
 from kineograph.data.tar import stream_samples
-from kineograph.data.webdataset_samples import Member, Record, SampleDecoder, WebDatasetConfig
+from kineograph.data.webdataset_samples import CAPTION_HELP, Member, Record, SampleDecoder, WebDatasetConfig
 
 ENDLESS = 2**40
 _MIN_HEAD, _MAX_HEAD = 2_000, 20_000  # samples read at the start, for the held-out splits and for captions
@@ -199,6 +199,7 @@ class WebDatasetStream(Stream):
     """The training split of streamed shards."""
 
     Config = WebDatasetConfig
+    caption_help = CAPTION_HELP
 
     def __init__(self, config: WebDatasetConfig, shards: Sequence[Shard], head: _Head) -> None:
         self.config, self.shards = config, list(shards)

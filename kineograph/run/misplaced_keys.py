@@ -24,6 +24,8 @@ def explain_misplaced_key(key: str, tree: Tree) -> str | None:
     places = [] if in_stage else [f"train.{last}"] * (last in TrainConfig.model_fields)
     if not places:
         places = [f"stages.{name}.{place}" for name in names for place in _find_in_stage(stages[name], last)]
+    if path == ["train"] and last == "prompts":
+        return f"unknown key {key}: did you mean prompts? It stands beside train, not in it"
     if places:
         one_stage = f" (or stages.STAGE.{places[0]}, for one stage)" if places[0].startswith("train.") else ""
         return f"unknown key {key}: did you mean {' or '.join(places)}{one_stage}?"
@@ -45,13 +47,19 @@ def _find_in_stage(stage: Tree, last: str) -> Iterator[str]:
 
 def _explain_source_key(key: str, tree: Tree) -> str | None:
     """The error for a key that belongs to data, perhaps of another source."""
-    last = key.rpartition(".")[2]
-    own = source_name(tree.get("data") or {})
+    place, _, last = key.rpartition(".")
+    data, default = tree.get("data") or {}, "moving_digits"
+    if place.startswith("data.mix."):  # a part of a mix is a source of its own
+        data = data["mix"][place.removeprefix("data.mix.")]
+        default = "webdataset" if "shards" in data and "folder" not in data else "folder"
+    else:
+        place = "data"
+    own = source_name(data, default)
     having = [name for name in source_names() if last in find_source(name).Config.model_fields]
     if not having:
         return None
     if own in having:
-        return f"unknown key {key}: did you mean data.{last}?"
+        return f"unknown key {key}: did you mean {place}.{last}?"
     first, *others = having
     or_others = f" (or {', '.join(others)})" if others else ""
-    return f"unknown key {key}: data.source={own} has no {last}; set data.{last} and data.source={first}{or_others}"
+    return f"unknown key {key}: {place}.source={own} has no {last}; set {place}.{last} and {place}.source={first}{or_others}"

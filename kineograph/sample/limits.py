@@ -59,8 +59,9 @@ class ClipLimits:
             raise InputError(f"a story: {self.explain_too_short(frames)}")
         if overlap not in lengths:
             remedy = "" if key.startswith("--") else " with --overlap"
+            window = f", drawn {self.shape.frames} at a time" if frames > self.shape.frames else ""
             raise InputError(
-                f"{key}={overlap} does not fit scenes of {frames} frames: use {format_lengths(lengths)}{remedy}"
+                f"{key}={overlap} does not fit scenes of {frames} frames{window}: use {format_lengths(lengths)}{remedy}"
             )
 
     def explain_too_short(self, frames: int) -> str:

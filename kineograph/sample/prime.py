@@ -86,7 +86,8 @@ def read_prime(
             f"{limits.name} continues {format_lengths(lengths)}"
         )
     if used < available:
-        note(f"--prime: continuing the last {used} of {available} frames")
+        name = "prime" if isinstance(source, Tensor) else source
+        note(f"{name}: continuing the last {used} of {available} frames")
     return Prime(clip[-used:], {**identify(source), "frames": used, "of": available}, fps)
 
 

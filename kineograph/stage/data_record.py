@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from kineograph.core.config import flatten, merge, nest, parse_override
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import ConfigError, InputError, NoData
 from kineograph.core.notes import Note
 from kineograph.core.protocols import Source
 from kineograph.core.run_folder import RunFolder, read_json, write_json
@@ -27,6 +28,13 @@ def describe_items(config: DataConfig, sources: dict[Split, Source]) -> Record:
 
 def write_records(folder: RunFolder, records: dict[str, Record]) -> None:
     write_json(folder.data_file, records)
+
+
+def explain_moved(error: NoData, command: str) -> InputError:
+    """The error of data that are not where a run has read them, with the key that says where they lie now."""
+    part, key = re.match(r"(?:(data\.mix\.[\w-]+): )?(?:.*?\bdata\.(\w+))?", str(error)).groups()  # type: ignore[union-attr]
+    where = f"{part or 'data'}.{key or 'folder'}=NEW"
+    return InputError(f"{error}; if the data were moved, say where: {command} {where}")
 
 
 def check_items(folder: RunFolder, stage: str, config: DataConfig, split: Split, source: Source, note: Note) -> None:

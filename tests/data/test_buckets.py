@@ -445,13 +445,13 @@ def test_the_folder_check_tells_what_goes_where(mixed: Path, capsys: pytest.Capt
     assert "0 problems" in told and "13 items in 2 of 2 shapes" in told and "1 × 48 × 32" in told
     with pytest.raises(SystemExit) as ended:
         main(["data", "check", str(mixed), "size=32"])
-    assert ended.value.code == 2 and "change nothing that is checked" in capsys.readouterr().err
+    assert ended.value.code == 2 and "nothing that is checked depends on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("size=32", "change nothing that is checked"),
+        ("size=32", "nothing that is checked depends on"),
         ("szie=32", "did you mean data.size"),
         ("frames=none", "data.frames='none'"),
     ],

@@ -123,7 +123,7 @@ def test_pixels_do_not_depend_on_the_captions(tmp_path: Path) -> None:
 def test_the_check_and_the_sheet_say_what_the_captions_are(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = write_pictures(tmp_path / "data", {"a": "one\ntwo", "b": "x", "c": ""})
     report = check_folder(folder)
-    assert any("1 caption files have several lines" in line for line in report.lines())
+    assert any("1 caption file has several lines" in line for line in report.lines())
     assert dict(report.problems) == {"c.png": "no caption"}
     report = check_folder(folder, FolderConfig(folder=str(folder), caption_lines="several", uncaptioned="empty"))
     lines = "\n".join(report.lines())
@@ -159,11 +159,26 @@ def _stream(path: Path) -> dict[str, object]:
     return {"source": "webdataset", "shards": shards, "validation": 0.0, "max_unreadable": 0.5}
 
 
+def test_held_out_items_may_all_be_without_a_caption(tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "data", {str(n): f"text {n}" for n in range(COUNT)})
+    held_out = str(write_pictures(tmp_path / "held out", {"a": ""}))
+    keys = {"folder": str(folder), "validation_folder": held_out, "split_folders": False}
+    blank = opened("validation", **keys, uncaptioned="empty")
+    assert "1 of 1 validation items have no caption" in str(require_captions(blank, "stage x", "validation items"))
+    with pytest.raises(InputError, match="1 of 1 validation items have none"):
+        require_captions(opened("validation", **keys), "stage x", "validation items")
+
+
 @pytest.mark.parametrize("make", [_folder, _memmap, _webdataset, _stream])
 def test_uncaptioned(tmp_path: Path, make: Callable[[Path], dict[str, object]]) -> None:
     keys = make(tmp_path / "data")
-    with pytest.raises(InputError, match=r"1 of .* have none.*data.uncaptioned=skip, or data.uncaptioned=empty"):
+    with pytest.raises(
+        InputError, match=r"1 of .* have none.*data.uncaptioned=skip, or data.uncaptioned=empty"
+    ) as refusal:
         require_captions(opened(**{**keys, "uncaptioned": "refuse"}), "stage x")
+    assert {_folder: "metadata.jsonl", _memmap: "captions.txt beside the array"}.get(make, "KEY.txt") in str(
+        refusal.value
+    )
     skipping = opened(**{**keys, "uncaptioned": "skip"})
     assert require_captions(skipping, "stage x") is None
     assert "" not in distinct(skipping)

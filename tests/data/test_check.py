@@ -38,6 +38,19 @@ def test_sound_folder(pictures, make_video, counting):
     assert text.endswith("0 problems")
 
 
+def test_a_single_array_or_tar_is_checked(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros((5, 8, 8, 3), np.uint8))
+    write(tmp_path / "b.tar", item(0))
+    assert check_folder(tmp_path / "a.npy").lines()[:2] == [
+        f"{tmp_path / 'a.npy'}: 1 array (npy)",
+        "a.npy: uint8 5 × 8 × 8 × 3",
+    ]
+    assert check_folder(tmp_path / "b.tar").lines()[1] == "b.tar: 1 sample, 1 with text"
+    (tmp_path / "c.png").write_bytes(b"")
+    with pytest.raises(InputError, match=r"c.png is a file: give the folder"):
+        check_folder(tmp_path / "c.png")
+
+
 @pytest.mark.parametrize(
     ("caption", "sided"),
     [

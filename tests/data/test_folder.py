@@ -192,6 +192,10 @@ def test_missing_folder_file_and_permission(tmp_path, monkeypatch):
         opened(tmp_path / "gone")
     with pytest.raises(InputError, match="is a file"):
         opened(_made(tmp_path))
+    for name, remedy in (("a.npz", "data.source=memmap"), ("b.tar", "data.source=webdataset data.shards=.*b.tar$")):
+        (tmp_path / name).touch()
+        with pytest.raises(InputError, match=f"is a file: give the folder that holds it; for .* set {remedy}"):
+            opened(tmp_path / name)
     scandir = os.scandir
 
     def refused(path):

@@ -324,6 +324,9 @@ def test_samples_that_lack_something(tmp_path: Path) -> None:
     assert read(kept, 8).caption == ""
     with pytest.raises(InputError, match=r"2 of 10 samples .*max_unreadable=0.1.*png, txt"):
         opened(path, max_unreadable=0.1)
+    bare = write(tmp_path / "1.tar", [*item(0), *item(1, caption=False)])
+    with pytest.raises(InputError, match=r"1 of 2 samples .*a higher data.max_unreadable leaves them out"):
+        opened(bare)
     with pytest.raises(InputError, match=r"10 of 10 samples.*no image or clip \(jpg"):
         opened(path, media=["jpg"], max_unreadable=1)
 

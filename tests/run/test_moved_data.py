@@ -12,6 +12,8 @@ import pytest
 import yaml
 from PIL import Image
 
+from kineograph.core.errors import NoData
+from kineograph.stage.data_record import explain_moved
 from tests.run.calling import kineo, written
 
 CONFIG: dict[str, Any] = {
@@ -64,12 +66,34 @@ def test_relative_paths_are_kept_absolute(run: Path, tmp_path: Path, monkeypatch
 def test_moved_data(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "here" / "pictures").rename(tmp_path / "new")
     assert kineo("evaluate", run, "--metrics", "reconstruction", "--samples", 2) == 2
-    assert "if the data were moved, say where: kineo evaluate" in capsys.readouterr().err
+    assert f"if the data were moved, say where: kineo evaluate {run} data.folder=NEW" in capsys.readouterr().err
+    assert kineo("train", "--run", run, "train.steps=3") == 2
+    assert f"if the data were moved, say where: kineo train --run {run} data.folder=NEW" in capsys.readouterr().err
     assert kineo("evaluate", run, "data.folder=new", "--metrics", "reconstruction", "--samples", 2) == 0
     assert kineo("train", "--run", run, "train.steps=3", "data.folder=new") == 0
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["stages"]["codec"]["data"]["folder"] == str(tmp_path / "new")
     assert json.loads((run / "data.json").read_text())["codec"]["location"] == {"folder": str(tmp_path / "new")}
+
+
+def test_a_new_run_gets_no_advice_on_moved_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kineo("train", written(tmp_path, CONFIG), f"data.folder={tmp_path / 'gone'}", "--run", tmp_path / "run") == 2
+    assert capsys.readouterr().err.endswith("gone does not exist\n")
+
+
+@pytest.mark.parametrize(
+    ("message", "key"),
+    [
+        ("data.validation_folder=/x does not exist", "data.validation_folder"),
+        ("data.mix.dog: data.folder=/x does not exist", "data.mix.dog.folder"),
+        ("1 of the 1 shards of data.shards cannot be read (data.max_unreadable=0.2), for example x", "data.shards"),
+        ("/x.npy does not exist", "data.folder"),
+    ],
+)
+def test_the_key_of_moved_data_is_named(message: str, key: str) -> None:
+    assert str(explain_moved(NoData(message), "kineo evaluate RUN")).endswith(
+        f"say where: kineo evaluate RUN {key}=NEW"
+    )
 
 
 def test_other_items_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

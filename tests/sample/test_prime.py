@@ -55,7 +55,7 @@ def test_a_short_clip_is_used_whole(sampler, tmp_path, given, capsys, suffix):
 def test_frames_that_do_not_fit_the_codec_are_dropped_at_the_front(sampler, tmp_path, given, capsys):
     sampler.sample("a 3", prime=write_clip(tmp_path / "x.gif", clip(4), 8))
     assert given == [[1, 2, 3]]
-    assert capsys.readouterr().err == "--prime: continuing the last 3 of 4 frames\n"
+    assert capsys.readouterr().err == f"{tmp_path / 'x.gif'}: continuing the last 3 of 4 frames\n"
 
 
 @pytest.mark.parametrize("frames", [7, 30])

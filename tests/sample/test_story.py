@@ -83,7 +83,9 @@ def test_mistakes_are_refused_before_drawing(sampler, monkeypatch):
     for overlap in (0, 7, 9):
         with pytest.raises(InputError, match=f"--overlap={overlap} does not fit"):
             sampler.story(SCENES, overlap=overlap)
-    with pytest.raises(InputError, match=r"--overlap=7 does not fit scenes of 21"):  # a window of 7 would draw nothing
+    with pytest.raises(
+        InputError, match=r"--overlap=7 does not fit scenes of 21 frames, drawn 7 at a time: use 1, 3, 5$"
+    ):  # a window of 7 would draw nothing
         sampler.story(SCENES, overlap=7, frames=21)
     with pytest.raises(InputError, match=r"sample\.overlap=3 does not fit scenes of 3 frames: use 1 with --overlap"):
         sampler.story(SCENES, frames=3)
