@@ -86,7 +86,9 @@ SHRINK: dict[str, list[str]] = {
     "vqgan-photos": ["data.size=32", "data.split_by=file", "stages.tokenizer.width=8", "stages.tokenizer.adversarial.start=0"],
     "photos-tiny": ["data.size=16", "stages.tokenizer.width=8", "stages.generator.depth=1"],
     "photos": ["data.size=16", "stages.tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1"],
-    "clips-tiny": ["data.size=16", "data.frames=5", "stages.tokenizer.width=16", "stages.generator.depth=1"],
+    "clips-tiny": [
+        "data.size=16", "data.frames=5", "stages.tokenizer.data.frames=1", "stages.tokenizer.width=8", "stages.generator.depth=1",
+    ],
     "clips": [
         "data.size=16", "data.frames=5", "stages.tokenizer.width=16", "stages.tokenizer.spatial_depth=1",
         "stages.tokenizer.temporal_depth=1", "stages.generator.width=48", "stages.generator.depth=1",

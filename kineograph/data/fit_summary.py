@@ -109,7 +109,7 @@ def _describe_losses(config: DataConfig) -> dict[str, str]:
     return {
         "padded": f"padded: shorter than data.frames={config.frames}{rate}; {remedy}",
         "still": f"single pictures: one real frame of data.frames={config.frames}; set data.frames=1, or give clips",
-        "clip": "clips, of which one frame at a time is used: data.frames=1; set data.frames to train on clips",
+        "clip": "clips, of which one frame at a time is used: data.frames=1; a generator of clips needs more",
         "cropped": f"cropped: more than {_CUT:.0%} of the picture lies outside {size}; {keeps} keeps more of it",
         "enlarged": f"enlarged: smaller than {size}; lower data.size",
     }

@@ -66,7 +66,7 @@ def test_a_resize_that_shows_everything_crops_nothing(tmp_path: Path) -> None:
 def test_clips_in_a_preset_for_pictures(tmp_path: Path) -> None:
     save(tmp_path / "a.gif", frames=4)
     save(tmp_path / "b.png")
-    line = "50% clips, of which one frame at a time is used: data.frames=1; set data.frames to train on clips"
+    line = "50% clips, of which one frame at a time is used: data.frames=1; a generator of clips needs more"
     assert line in folder_summary(tmp_path, size=32)
     assert "of which one frame" not in folder_summary(tmp_path, size=32, frames=3)
 
