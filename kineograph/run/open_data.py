@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kineograph.core.distributed import World
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import ConfigError, InputError, NoData
 from kineograph.core.noise import numpy_rng
 from kineograph.core.notes import Note
 from kineograph.core.protocols import Source, Stream
@@ -19,7 +19,7 @@ from kineograph.data.media_config import MediaConfig
 from kineograph.data.open_source import BlankSource, Split, open_source
 from kineograph.data.startup_scan import check_unreadable_share, scan
 from kineograph.stage.data import StageData, scan_file
-from kineograph.stage.data_record import check_items
+from kineograph.stage.data_record import check_items, explain_moved
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.text import TextConfig
 from kineograph.train.config import TrainConfig
@@ -40,6 +40,17 @@ def open_data(
 
     `folder` is the run folder, which may hold an earlier scan; `opened` holds the data of earlier stages, to share equal sources.
     """
+    try:
+        return _open_data(stage, seed, dataset, note, folder, opened)
+    except NoData as error:
+        if folder is None or not RunFolder(folder).data_file.is_file():
+            raise
+        raise explain_moved(error, f"kineo train --run {folder}") from None
+
+
+def _open_data(
+    stage: StagePlan, seed: int, dataset: Any, note: Note, folder: Path | None, opened: dict[str, StageData] | None
+) -> StageData:
     opened, config = opened if opened is not None else {}, stage.spec.data
     # The last one has the scans of all before it.
     shared = next((other for other in reversed(opened.values()) if other.stage.spec.data == config), None)

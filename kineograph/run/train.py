@@ -17,7 +17,7 @@ import torch
 from kineograph.core import distributed
 from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.config import Tree
-from kineograph.core.errors import KineoError, NoData, RunFailed, Stopped
+from kineograph.core.errors import KineoError, RunFailed, Stopped
 from kineograph.core.health import read_findings
 from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.notes import Note, discard
@@ -38,7 +38,7 @@ from kineograph.run.plan import Resume, make_plan, resolve_run
 from kineograph.run.previews import Previews
 from kineograph.run.resume_from import fetch_checkpoints
 from kineograph.stage.data import StageData
-from kineograph.stage.data_record import explain_moved, write_records
+from kineograph.stage.data_record import write_records
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.stage.warm_start import build_for_training
@@ -98,12 +98,7 @@ def train(
         data: dict[str, StageData] = {}
         for stage in plan.stages:
             if not stage.spec.config.skip:
-                try:
-                    data[stage.name] = open_data(stage, plan.seed, dataset, note, folder.path, data)
-                except NoData as error:
-                    if not folder.data_file.is_file():
-                        raise
-                    raise explain_moved(error, f"kineo train --run {folder.path}") from None
+                data[stage.name] = open_data(stage, plan.seed, dataset, note, folder.path, data)
         plan = resolve_epochs(plan, data, note)
         begun = any(checkpoint.saved_steps(folder.checkpoints(stage.name)) for stage in plan.stages)
         check_stages(plan, data, folder, building=not distributed.broadcast_object(begun))
