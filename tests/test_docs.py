@@ -22,9 +22,9 @@ from kineograph.codec.perceptual import PerceptualConfig
 from kineograph.codec.vqgan import VQGANConfig
 from kineograph.core.config import StageConfig, flatten
 from kineograph.core.config_file import read_yaml
-from kineograph.core.media_file import MediaLimits
 from kineograph.core.metric_options import MetricOptions
 from kineograph.core.registry import find_source, find_task, source_names
+from kineograph.core.safe_media import MediaLimits
 from kineograph.data.buckets import BucketsConfig
 from kineograph.data.clip_retrieval import ClipRetrievalConfig
 from kineograph.data.dataset import DatasetConfig, DatasetSource

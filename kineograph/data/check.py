@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kineograph.core.config import merge, nest, parse, parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
-from kineograph.core.media_file import read_media
+from kineograph.core.safe_media import read_media
 from kineograph.data.array_layout import FPS, Layout, check_values, describe_layout, infer_layout
 from kineograph.data.arrays import Array, list_npz, read_captions_beside
 from kineograph.data.buckets import MediaInfo

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from kineograph.core.errors import Unreadable, explain_oversized_image
-from kineograph.core.media_file import MediaLimits, Meter, check_bytes, open_image, read_media
+from kineograph.core.safe_media import MediaLimits, Meter, check_bytes, open_image, read_media
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.colour_profile import has_usable_profile
 from kineograph.data.media_config import VIDEOS, DecodeOptions

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from kineograph.core.media_file import MediaLimits
+from kineograph.core.safe_media import MediaLimits
 from kineograph.data.buckets import Bucket, BucketsConfig
 from kineograph.data.captions import Lines
 from kineograph.data.open_source import DataConfig, Split

@@ -148,7 +148,7 @@ def _iterate_tar(shard: Shard, problems: list[Problem]) -> _Samples:
 
 
 def _iterate_stream(shard: Shard, problems: list[Problem]) -> _Samples:
-    from kineograph.core.media_file import MediaLimits
+    from kineograph.core.safe_media import MediaLimits
     from kineograph.data.tar import stream_samples
 
     try:

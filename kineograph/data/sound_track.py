@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kineograph.core.errors import Unreadable
-from kineograph.core.media_file import MediaLimits, Meter, open_sound
+from kineograph.core.safe_media import MediaLimits, Meter, open_sound
 from kineograph.data.decode import Clip
 from kineograph.data.media_config import VIDEOS
 

@@ -26,8 +26,8 @@ from typing import IO, Any
 import numpy as np
 
 from kineograph.core.errors import Unreadable
-from kineograph.core.media_file import MediaLimits, Stopwatch
 from kineograph.core.run_folder import write_atomic
+from kineograph.core.safe_media import MediaLimits, Stopwatch
 from kineograph.core.tar_reader import DAMAGED, Readable, TarDamaged, TarReader, decompress, is_compressed
 from kineograph.data.probe import map_with_progress, user_cache
 from kineograph.data.shards import Shard

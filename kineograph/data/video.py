@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from kineograph.core.errors import Unreadable
-from kineograph.core.media_file import MediaLimits, Meter, decode_packets, open_video
+from kineograph.core.safe_media import MediaLimits, Meter, decode_packets, open_video
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.decode import Clip, LoadedMedia
 from kineograph.data.media_config import DecodeOptions

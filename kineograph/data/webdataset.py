@@ -16,8 +16,8 @@ import numpy as np
 
 from kineograph.core.batch import Sample
 from kineograph.core.errors import ConfigError, InputError, Unreadable
-from kineograph.core.media_file import check_bytes
 from kineograph.core.protocols import Source
+from kineograph.core.safe_media import check_bytes
 from kineograph.data.buckets import Bucket, BucketedSource, BucketsConfig, MediaInfo, assign_buckets
 from kineograph.data.decode import decode_media, probe_media, raise_unreadable
 from kineograph.data.fit_summary import MeasuresItems, has_colour

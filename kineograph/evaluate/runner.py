@@ -199,7 +199,10 @@ def evaluate(
         spec = replace(spec, data=move_data(spec.data, moved))
         source = _open_items(folder, spec, split, run_seed, dataset, note) if asked is None else None  # type: ignore[arg-type]
         if source is not None and len(source) < samples:
-            note(f"{name}: the {split} split has {len(source)} items: evaluating {len(source)} samples, not {samples}")
+            s = "" if len(source) == 1 else "s"
+            note(
+                f"{name}: the {split} split has {len(source)} item{s}: evaluating {len(source)} sample{s}, not {samples}"
+            )
         evaluator = StageEvaluator(
             spec,
             task,

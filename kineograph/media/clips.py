@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kineograph.core.batch import Sound
 from kineograph.core.errors import InputError, Unreadable, explain_oversized_image
-from kineograph.core.media_file import MediaLimits, Meter, decode_packets, open_image, open_video, read_media
+from kineograph.core.safe_media import MediaLimits, Meter, decode_packets, open_image, open_video, read_media
 from kineograph.media.frames import replace_atomically, to_images
 from kineograph.media.gif import GifWriter
 from kineograph.media.grids import make_film_strip

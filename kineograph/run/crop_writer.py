@@ -24,9 +24,9 @@ from pydantic import Field, model_validator
 from kineograph.core.atomic_folder import write_atomically
 from kineograph.core.config import Config, Tree, parse, parse_override
 from kineograph.core.errors import InputError, Unreadable
-from kineograph.core.media_file import MediaLimits, Meter, open_image, read_media
 from kineograph.core.noise import numpy_rng
 from kineograph.core.notes import Note
+from kineograph.core.safe_media import MediaLimits, Meter, open_image, read_media
 from kineograph.data.decode import decode_media, probe_media, raise_unreadable
 from kineograph.data.file_listing import list_folder
 from kineograph.data.media_config import CLIPS, IMAGES, DecodeOptions

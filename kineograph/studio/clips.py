@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image, ImageSequence, UnidentifiedImageError
 
 from kineograph.core.errors import Unreadable
-from kineograph.core.media_file import MediaLimits, Meter, decode_packets, open_image, open_video
+from kineograph.core.safe_media import MediaLimits, Meter, decode_packets, open_image, open_video
 from kineograph.data.picture import make_upright, pixel_aspect, quarter_turns, to_channels
 from kineograph.studio.run_files import OutsideRun, open_file
 

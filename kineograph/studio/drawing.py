@@ -21,7 +21,7 @@ from pydantic import Field
 
 from kineograph.core.config import Config
 from kineograph.core.errors import InputError, Unreadable, explain_oversized_image
-from kineograph.core.media_file import MediaLimits, Meter, check_bytes, open_image
+from kineograph.core.safe_media import MediaLimits, Meter, check_bytes, open_image
 from kineograph.core.text_file import parse_json
 from kineograph.studio.dataset import DatasetItem
 from kineograph.studio.live import Event

@@ -9,7 +9,7 @@ import av
 import numpy as np
 import pytest
 
-from kineograph.core.media_file import MediaLimits
+from kineograph.core.safe_media import MediaLimits
 from kineograph.data import video
 from kineograph.data.decode import Clip, decode_media, probe_media
 from kineograph.data.decoded_cache import DecodedCache

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from kineograph.core.errors import Unreadable
-from kineograph.core.media_file import MediaLimits, Meter
+from kineograph.core.safe_media import MediaLimits, Meter
 from kineograph.data.decode import _gif_delays, decode_media, probe_media
 from kineograph.data.media_config import DecodeOptions
 from kineograph.data.picture import to_channels

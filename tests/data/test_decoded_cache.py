@@ -11,8 +11,8 @@ from PIL import Image
 
 from kineograph.core.config import parse
 from kineograph.core.errors import Unreadable
-from kineograph.core.media_file import Meter
 from kineograph.core.memory import MainMemory
+from kineograph.core.safe_media import Meter
 from kineograph.data import decoded_cache
 from kineograph.data.decode import load_media
 from kineograph.data.decoded_cache import keep_if_small

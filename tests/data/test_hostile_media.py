@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from kineograph.core.errors import InputError, Unreadable
-from kineograph.core.media_file import MediaLimits, Stopwatch
+from kineograph.core.safe_media import MediaLimits, Stopwatch
 from kineograph.data.decode import decode_media, probe_media
 from kineograph.data.folder import Folder, FolderConfig
 from kineograph.data.media_config import DecodeOptions
@@ -103,7 +103,7 @@ def test_limits_on_frames_pixels_and_seconds(tmp_path, suffix):
 def test_waiting_for_a_core_is_no_fault_of_a_file(tmp_path, monkeypatch):
     """On a busy machine an hour may pass between two frames."""
     hours = iter(range(0, 10**9, 3600))
-    monkeypatch.setattr("kineograph.core.media_file.time.monotonic", lambda: float(next(hours)))
+    monkeypatch.setattr("kineograph.core.safe_media.time.monotonic", lambda: float(next(hours)))
     assert len(decode(save_gif(tmp_path / "a.gif")).pixels) == 2
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kineograph.core.errors import Unreadable
-from kineograph.core.media_file import MediaLimits
+from kineograph.core.safe_media import MediaLimits
 from kineograph.data import video
 from kineograph.data.decode import decode_media
 from kineograph.data.media_config import DecodeOptions

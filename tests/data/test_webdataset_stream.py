@@ -18,9 +18,9 @@ import torch
 from PIL import Image
 
 from kineograph.core.errors import InputError, RunFailed, Unreadable
-from kineograph.core.media_file import MediaLimits
 from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Stream
+from kineograph.core.safe_media import MediaLimits
 from kineograph.data import print_url, tar
 from kineograph.data.loader import Loader
 from kineograph.data.shards import Shard, find_shards

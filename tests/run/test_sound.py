@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kineograph.core.errors import InputError
-from kineograph.core.media_file import MediaLimits
+from kineograph.core.safe_media import MediaLimits
 from kineograph.data.decode import Clip
 from kineograph.data.digit_sound import PITCHES
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
