@@ -7,6 +7,7 @@ then compiles in seconds. Where the second process fails, the run compiles by it
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,8 +71,9 @@ class CompileAhead:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.terminate()
-        self._process.wait()
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # with the compiler's workers; nothing is saved there
+            self._process.wait()
         self._done.cleanup()
 
 
