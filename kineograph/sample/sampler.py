@@ -194,8 +194,6 @@ class Sampler:
         check_fields(entries, self._spec)
         refuse_scenes(entries, "draw it with kineo story")
         request, options = self._resolve(request)
-        if not request.has_captions and request.prime is None and takes_captions(self.task):
-            self._stages.note("no prompt: drawing without a caption")
         for prompt in entries:
             with name_prompt(prompt):
                 check_guidance(options, replace(request, negative=prompt.negative))

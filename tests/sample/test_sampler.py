@@ -76,13 +76,6 @@ def test_negative_prompt_and_count_without_captions(sampler):
     assert drawn.captions == [""] * 3
 
 
-def test_drawing_without_a_prompt_is_noted(sampler, capsys):
-    sampler.sample("a 3")
-    assert capsys.readouterr().err == ""
-    sampler.sample()
-    assert capsys.readouterr().err == "no prompt: drawing without a caption\n"
-
-
 def test_a_negative_prompt_without_guidance_is_refused(sampler):
     with pytest.raises(InputError, match="--negative has no effect at guidance=1: raise --guidance"):
         sampler.sample(["a 3"], guidance=1.0, negative="blurred")
