@@ -40,7 +40,7 @@ from kineograph.evaluate.stage_evaluator import Reasons, StageEvaluator
 from kineograph.media.filenames import slugify
 from kineograph.sample.prompt_file import check_fields, read_prompts, refuse_scenes
 from kineograph.sample.request import SampleRequest
-from kineograph.stage.data_record import check_items, explain_moved, move_data
+from kineograph.stage.data_record import check_items, explain_moved_data, move_data
 from kineograph.stage.load import StageLoader, choose_sampling_stage
 from kineograph.stage.spec import StageSpec, read_batch, read_stage
 from kineograph.train import checkpoint as checkpoints
@@ -295,7 +295,7 @@ def _open_items(
             check_items(run, spec.name, spec.data, "validation", known, note)
         return source
     except NoData as error:
-        raise explain_moved(error, f"kineo evaluate {run.path}") from None
+        raise explain_moved_data(error, f"kineo evaluate {run.path}") from None
 
 
 def _list_findings(run: RunFolder, stage: str, task: Task, results: dict[str, Result]) -> list[str]:

@@ -25,7 +25,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.notes import Note, discard
-from kineograph.core.run_folder import RunFolder
+from kineograph.core.run_folder import RunFolder, open_nofollow
 from kineograph.core.task import Task
 from kineograph.doctor.machine import release_memory
 from kineograph.doctor.speed import read_two_batches
@@ -48,7 +48,7 @@ class CompileAhead:
         self._log.parent.mkdir(exist_ok=True)
         self._done = tempfile.TemporaryDirectory(prefix="kineo-compile-")
         command = [sys.executable, "-P", "-m", __name__, str(folder.path), self._done.name, *stages]
-        with self._log.open("wb") as log:
+        with open(self._log, "wb", opener=open_nofollow) as log:
             # A session of its own: a signal from the terminal is for training, which ends this process.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

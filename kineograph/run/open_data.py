@@ -19,7 +19,7 @@ from kineograph.data.media_config import MediaConfig
 from kineograph.data.open_source import BlankSource, Split, open_source
 from kineograph.data.startup_scan import check_unreadable_share, scan
 from kineograph.stage.data import StageData, scan_file
-from kineograph.stage.data_record import check_items, explain_moved
+from kineograph.stage.data_record import check_items, explain_moved_data
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.text import TextConfig
 from kineograph.train.config import TrainConfig
@@ -45,7 +45,7 @@ def open_data(
     except NoData as error:
         if folder is None or not RunFolder(folder).data_file.is_file():
             raise
-        raise explain_moved(error, f"kineo train --run {folder}") from None
+        raise explain_moved_data(error, f"kineo train --run {folder}") from None
 
 
 def _open_data(

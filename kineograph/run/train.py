@@ -144,7 +144,7 @@ def _train_stages(run: _Run, data: dict[str, StageData]) -> None:
         if distributed.is_first():
             _write_run_files(run.plan, run.folder, data)
         distributed.barrier()
-        with run.stop.handle_signals(), _compile_ahead(run, data) as may_compile:
+        with run.stop.handle_signals(), _compile_ahead(run) as may_compile:
             for stage in run.plan.stages:
                 if stage.spec.config.skip:
                     run.note(f"{stage.name}: skipped (stages.{stage.name}.skip=true)")
@@ -167,7 +167,7 @@ def _train_stages(run: _Run, data: dict[str, StageData]) -> None:
 
 
 @contextmanager
-def _compile_ahead(run: _Run, data: dict[str, StageData]) -> Iterator[Callable[[str], bool]]:
+def _compile_ahead(run: _Run) -> Iterator[Callable[[str], bool]]:
     """Compile unfinished stages in a second process, where the config says so. → whether a stage should be compiled yet"""
     stages = [stage.name for stage in select_stages(run.plan) if not _is_finished(run.folder, stage)]
     if not stages:

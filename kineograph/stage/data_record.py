@@ -30,7 +30,7 @@ def write_records(folder: RunFolder, records: dict[str, Record]) -> None:
     write_json(folder.data_file, records)
 
 
-def explain_moved(error: NoData, command: str) -> InputError:
+def explain_moved_data(error: NoData, command: str) -> InputError:
     """The error of data that are not where a run has read them, with the key that says where they lie now."""
     part, key = re.match(r"(?:(data\.mix\.[\w-]+): )?(?:.*?\bdata\.(\w+))?", str(error)).groups()  # type: ignore[union-attr]
     where = f"{part or 'data'}.{key or 'folder'}=NEW"

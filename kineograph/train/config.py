@@ -168,15 +168,21 @@ class TrainConfig(PlayerConfig):
 
     @model_validator(mode="after")
     def _check_minutes(self) -> TrainConfig:
-        if self.compile_ahead and self.deterministic:
-            raise ValueError(
-                "compile_ahead=true compiles as soon as the second process is ready, which differs from run to run, and deterministic=true "
-                "promises the same weights every time: set one of them to false"
-            )
         if self.minutes is not None and self.deterministic:
             raise ValueError(
                 f"minutes={self.minutes:g} ends by the clock, which differs from run to run, and deterministic=true promises the same "
                 "weights every time: set steps instead of minutes, or deterministic=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_compile_ahead(self) -> TrainConfig:
+        if self.compile_ahead and self.compile is False:
+            raise ValueError("compile_ahead=true has no effect with compile=false: remove it, or set compile=auto")
+        if self.compile_ahead and self.deterministic:
+            raise ValueError(
+                "compile_ahead=true compiles as soon as the second process is ready, which differs from run to run, and deterministic=true "
+                "promises the same weights every time: set one of them to false"
             )
         return self
 

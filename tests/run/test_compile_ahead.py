@@ -142,6 +142,21 @@ def test_several_processes_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert "train.compile_ahead=true works in one process: set it to false" in capsys.readouterr().err
 
 
+def test_a_log_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("kept")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "compile.log").symlink_to(target)
+    with pytest.raises(OSError, match="symbolic link"):
+        CompileAhead(RunFolder(tmp_path), ["tokenizer"], discard)
+    assert target.read_text() == "kept"
+
+
+def test_nothing_to_compile_is_refused() -> None:
+    with pytest.raises(ValueError, match="compile_ahead=true has no effect with compile=false"):
+        TrainConfig(compile_ahead=True, compile=False)
+
+
 def test_the_same_weights_every_time_are_refused() -> None:
     with pytest.raises(ValueError, match="compile_ahead=true compiles as soon as"):
         TrainConfig(compile_ahead=True, deterministic=True)

@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 from kineograph.core.errors import NoData
-from kineograph.stage.data_record import explain_moved
+from kineograph.stage.data_record import explain_moved_data
 from tests.run.calling import kineo, written
 
 CONFIG: dict[str, Any] = {
@@ -91,7 +91,7 @@ def test_a_new_run_gets_no_advice_on_moved_data(tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_the_key_of_moved_data_is_named(message: str, key: str) -> None:
-    assert str(explain_moved(NoData(message), "kineo evaluate RUN")).endswith(
+    assert str(explain_moved_data(NoData(message), "kineo evaluate RUN")).endswith(
         f"say where: kineo evaluate RUN {key}=NEW"
     )
 
