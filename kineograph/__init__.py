@@ -6,6 +6,8 @@ run = kg.train("muse-tiny", **{"data.source": "folder", "data.folder": "photos"}
 samples = kg.load(run).sample(["a red 3 at the top left"], count=4)
 samples.save("drawn")
 kg.load("runs/clips").story(["a red 3 moves left", "a red 3 moves up"]).save("stories")
+kg.evaluate(run, ["reconstruction", "loss"])["psnr"]
+tokens = kg.load_stage(run / "tokenizer").encode(pixels)
 """
 
 from __future__ import annotations
@@ -16,10 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from kineograph.core.errors import KineoError
+    from kineograph.core.prompt import Prompt
+    from kineograph.core.task import Task
+    from kineograph.evaluate.runner import Evaluation
     from kineograph.sample.sampler import Sampler
 
 __version__ = "0.1.0"
-__all__ = ["load", "train"]
+__all__ = ["KineoError", "Prompt", "evaluate", "load", "load_stage", "train"]
 
 # torch's OpenMP threads spin at every barrier. On cores that other processes use too, they spin away the time of the
 # thread that they wait for: 124 s instead of 26 s for 60 steps of phenaki-tiny beside one busy loop a core. A short
@@ -63,9 +69,6 @@ def train(
     )
 
 
-_train = train  # importing the package kineograph.train hides the function; the package calls this one
-
-
 def load(
     run: str | Path,
     checkpoint: str | int = "last",
@@ -83,8 +86,57 @@ def load(
     return Sampler.open(run, checkpoint=checkpoint, device=device, stage=stage)
 
 
+def load_stage(
+    path: str | Path,
+    checkpoint: str | int = "last",
+    device: str = "auto",
+    ema: bool = True,
+    trust: bool = False,
+) -> Task:
+    """Open one trained stage, RUN/STAGE, as a frozen torch module on its device.
+
+    A codec has `.encode(pixels)` and `.decode(tokens)`, a CLIP `.embed_images(pixels)` and `.embed_texts(captions)`.
+    """
+    _trust(trust)
+    from kineograph.core.distributed import print_note, resolve_device
+    from kineograph.stage.load import StageLoader, open_stage_folder
+
+    run, stage = open_stage_folder(path)
+    return StageLoader(run, resolve_device(device), print_note).load(stage, checkpoint, ema)
+
+
+def evaluate(
+    run: str | Path, metrics: Sequence[str] | None = None, *, trust: bool = False, **options: Any
+) -> Evaluation:
+    """Judge a trained run as `kineo evaluate` does: `evaluation["caption_accuracy"]`; `.show()` prints the table.
+
+    `metrics`: names, or None for all that apply; `options`: those of the command, such as `samples=512`, `batch=8`,
+    and `dataset=…` for a run that was trained on your own Dataset.
+    """
+    _trust(trust)
+    from kineograph.evaluate.runner import evaluate as run_evaluation
+
+    return run_evaluation(run, metrics, **options)
+
+
 def _trust(trust: bool) -> None:
     from kineograph.core.trust import trust_all
 
     if trust:
         trust_all()
+
+
+# Importing the package kineograph.train hides the function of that name; the package then calls the one here.
+_FUNCTIONS = {"train": train, "evaluate": evaluate}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Prompt":
+        from kineograph.core.prompt import Prompt
+
+        return Prompt
+    if name == "KineoError":
+        from kineograph.core.errors import KineoError
+
+        return KineoError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

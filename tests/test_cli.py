@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -353,6 +354,26 @@ def test_the_function_train_survives_the_package_train(here: Path, monkeypatch: 
         run = kg.train("toy.yaml", on_log=heard.append, quiet=True, **{"train.steps": 1})
     assert checkpoint.saved_steps(run / "only/checkpoints") == [1]
     assert [record["step"] for record in heard if record["split"] == "train"] == [1]
+
+
+def test_python_opens_and_judges_what_it_trained(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kineograph as kg
+    import kineograph.evaluate.runner  # hides the function
+
+    monkeypatch.chdir(here)
+    run = kg.train("toy.yaml", quiet=True, **{"train.steps": 1})
+    assert kineograph.evaluate.runner.Evaluation
+    evaluation = kg.evaluate(run, ["loss"], samples=4)
+    assert evaluation["loss"] > 0
+    stage = kg.load_stage(run / "only")
+    assert not stage.training and not any(parameter.requires_grad for parameter in stage.parameters())
+    for path, message in {
+        run: f"is a run: name one of its stages ({run}/only)",
+        run / "other": "has no stage 'other': the stages are only",
+        run / "a" / "b": "is not a run folder",
+    }.items():
+        with pytest.raises(kg.KineoError, match=re.escape(message)):
+            kg.load_stage(path)
 
 
 @pytest.mark.parametrize(

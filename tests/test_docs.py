@@ -297,7 +297,25 @@ def test_the_python_example_of_the_readme_runs(
     names["my_torch_dataset"] = names["Squares"]()
     exec(block.replace('"train.steps": 500', short), names)
     assert names["samples"].pixels.shape == (1, 1, 3, 40, 40)
+    assert names["tokens"].shape == (1, 1, 5, 5)
     assert "generator: trains without a cache" in capsys.readouterr().err
+
+
+def test_the_python_examples_of_python_md_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    script = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    short = '"train.steps": 2, "train.batch_size": 4, "train.validation_samples": 4, "train.samples": 2, "data.count": 80, "train.log_every": 1'
+    assert '"train.steps": 500' in script and "samples=64" in script
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(script.replace('"train.steps": 500', short).replace("samples=64", "samples=4"), names)
+    assert names["pixels"].shape == names["reconstructed"].shape == (8, 1, 3, 40, 40)
+    assert names["careful"].options.temperature == 0.5
+    assert [step for step, _ in names["losses"]] == [1, 2]
+    assert "generator 2 " in capsys.readouterr().out
+    assert (tmp_path / "drawn" / "sheet-0001.png").is_file()
 
 
 def test_the_python_example_of_health_md_runs() -> None:
@@ -312,7 +330,7 @@ def test_every_python_example_is_run_by_a_test() -> None:
     """Here, in tests/test_contributing.py, or in tests/family/cogvideox/test_cogvideox.py."""
     counts = {path.name: path.read_text(encoding="utf-8").count("```python") for path in DOCUMENTS}
     found = {name: count for name, count in counts.items() if count}
-    assert found == {"README.md": 1, "data.md": 1, "health.md": 1, "cogvideox.md": 2}
+    assert found == {"README.md": 1, "data.md": 1, "health.md": 1, "cogvideox.md": 2, "python.md": 5}
 
 
 @pytest.mark.parametrize("page", ["vqgan.md", "muse.md", "phenaki.md"])

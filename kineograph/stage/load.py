@@ -29,6 +29,19 @@ def locate_stage(reference: str, run: RunFolder) -> tuple[RunFolder, str]:
     return RunFolder.existing(path.parent), path.name
 
 
+def open_stage_folder(path: str | Path) -> tuple[RunFolder, str]:
+    """The run and the stage of a path RUN/STAGE."""
+    path = Path(path)
+    if RunFolder(path).exists():
+        stages = ", ".join(str(path / name) for name in RunFolder(path).config()["stages"])
+        raise InputError(f"{path} is a run: name one of its stages ({stages})")
+    run = RunFolder.existing(path.parent)
+    stages = run.config()["stages"]
+    if path.name not in stages:
+        raise InputError(f"{run.path} has no stage {path.name!r}: the stages are {', '.join(stages)}")
+    return run, path.name
+
+
 class StageLoader:
     """Loads trained stages of a run and of the runs that it refers to, each once."""
 
