@@ -39,8 +39,6 @@ ARMS = {
     "gan": (),
     "gan-bce": ("adversarial.loss=bce",),
     "gan-fixed": ("adversarial.adaptive=false", "adversarial.weight=0.1"),
-    "gan-pixels": ("adversarial.adaptive_at=pixels",),
-    "gan-quarter": ("adversarial.adaptive_at=pixels", "adversarial.weight=0.25"),
     "gan-only": ("perceptual.weight=0",),
 }
 """Overrides of the preset's codec."""

@@ -35,8 +35,6 @@ class AdversarialConfig(Config):
     adaptive: bool = True
     """Scale the adversarial gradient at the decoder's last layer to the norm of the gradient of reconstruction and perceptual loss,
     and to nothing while the discriminator cannot tell real from fake."""
-    adaptive_at: Literal["last_layer", "pixels"] = "last_layer"
-    """Where the two gradients are compared: at the decoder's last layer (the VQGAN paper), or at the pixels."""
     adaptive_max: float = Field(1e4, gt=0)
     """Largest adaptive weight."""
     penalty: float = Field(0.1, ge=0)
@@ -229,13 +227,3 @@ def adaptive_weight(
         norms.append(torch.cat([g.flatten() for g in at_last]).float() * size)
     target, current = distributed.all_reduce_(torch.stack(norms)).norm(dim=1)
     return (target / current.clamp_min(1e-8)).clamp_max(largest).detach()
-
-
-def adaptive_weight_at_pixels(reference: Tensor, adversarial: Tensor, largest: float) -> Tensor:
-    """|∂ reference / ∂ pixels| / |∂ adversarial / ∂ pixels| over the global batch.
-
-    The gradients of single pixels do not cancel out over a batch as those of a layer do, which vanish as training converges.
-    """
-    squares = torch.stack([reference.float().square().sum(), adversarial.float().square().sum()])
-    target, current = distributed.all_reduce_(squares).sqrt()
-    return (target / current.clamp_min(1e-20)).clamp_max(largest).detach()

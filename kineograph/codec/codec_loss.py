@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from kineograph.codec.adversarial import (
     AdversarialConfig,
     adaptive_weight,
-    adaptive_weight_at_pixels,
     discriminator_error,
     finite_difference_r1,
     generator_error,
@@ -175,10 +174,7 @@ def generator_loss(
             )
             if perceptual is not None:
                 reference = reference + perceptual
-            if adversarial.adaptive_at == "pixels":
-                strength = strength * adaptive_weight_at_pixels(reference, gradient, adversarial.adaptive_max)
-            else:
-                strength = strength * adaptive_weight(fake, last, reference, gradient, adversarial.adaptive_max)
+            strength = strength * adaptive_weight(fake, last, reference, gradient, adversarial.adaptive_max)
             with torch.no_grad():
                 on_real = selection.logits(discriminate, real).mean((1, 2))
             strength = strength * measure_separation(on_real, on_fake, selection.weights)
