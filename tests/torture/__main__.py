@@ -20,7 +20,7 @@ from typing import Any
 from tests.torture import faults, kills, processes
 from tests.torture.elastic import elastic
 from tests.torture.kills import Layout, Tally
-from tests.torture.tiny import write_config
+from tests.torture.tiny import CONFIG, write_config
 
 WITHOUT_DROPOUT = {"stages__toy__dropout": 0.0}  # whose draws depend on how many processes share a batch
 ROUNDING = 2e-5  # relative: sums over other numbers of processes are added up in another order
@@ -38,7 +38,11 @@ def main() -> int:
     wanted.add_argument("--out", type=Path, default=Path("torture"), help="folder of the report (torture)")
     wanted.add_argument("--only", choices=("kills", "faults"), help="one half of it")
     wanted.add_argument("--alone", action="store_true", help="single processes only")
+    wanted.add_argument("--device", default="cpu", help="cuda: single processes on one GPU, with train.deterministic")
     asked = wanted.parse_args()
+    if asked.device != "cpu":
+        asked.alone = True
+        CONFIG["train"] |= {"device": asked.device, "deterministic": True, "compile": False}  # which would take most of each process
     processes.import_modules()
     began = time.monotonic()
     rng = random.Random(asked.seed)
@@ -113,7 +117,7 @@ def _report(asked: Any, tallies: list[Tally], outcomes: list[tuple[str, faults.O
         "faults_not_as_promised": sum(bool(o.wrong) for _, o in outcomes),
     }
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    machine = f"{platform.machine()}, {torch.get_num_threads()} thread a process, torch {torch.__version__}, Python {platform.python_version()}"
+    machine = f"{platform.machine()}, {asked.device}, {torch.get_num_threads()} thread a process, torch {torch.__version__}, Python {platform.python_version()}"
     record = {
         "when": when, "machine": machine, "seed": asked.seed, "seconds": round(seconds), "total": total,
         "kills": [t.record() for t in tallies],
