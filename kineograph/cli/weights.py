@@ -67,7 +67,9 @@ def export(
 
 @weights_app.command("get")
 def weights_get(
-    name: Annotated[str | None, Argument(help="Such as inception-v3; without a name, lists them.")] = None,
+    names: Annotated[
+        list[str] | None, Argument(metavar="NAME …", help="Such as inception-v3; without a name, lists them.")
+    ] = None,
     from_: Annotated[
         list[Path] | None, Option("--from", metavar="FILE", help="A file that you already have, instead of a download.")
     ] = None,
@@ -77,13 +79,18 @@ def weights_get(
     ] = None,
 ) -> None:
     """Download weights (or the kernels flash-attention-3) to the cache ($KINEO_CACHE, or ~/.cache/kineograph) and check their hash."""
-    if name is None:
+    if not names:
         weights_list()
         return
-    from kineograph.evaluate.weights import get_weights
+    from kineograph.core.errors import InputError
+    from kineograph.evaluate.weights import check_names, get_weights
 
-    weights = get_weights(name, from_ or [], note=print_to_stderr, accepted=accept_hash or [])
-    print(f"{weights.path}  sha256 {weights.sha256}")
+    check_names(names)  # of all, before the first download
+    if from_ and len(names) > 1:
+        raise InputError(f"--from is for one name, not {', '.join(names)}: use one command for each")
+    for name in names:
+        weights = get_weights(name, from_ or [], note=print_to_stderr, accepted=accept_hash or [])
+        print(f"{weights.path}  sha256 {weights.sha256}")
 
 
 @weights_app.command("list")

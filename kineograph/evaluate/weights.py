@@ -136,13 +136,7 @@ def get_weights(
                 f"--accept-hash does not apply to {name}: its libraries run as code, and only known ones do"
             )
         return cache.StoredWeights(*kernels.fetch_libraries(files, note))
-    if name not in KNOWN:
-        import difflib
-
-        names = [*KNOWN, kernels.NAME]
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(names)}"
-        raise InputError(f"weights {name} are not known: {hint}")
+    check_names([name])
     if not files:
         try:
             return cache.find(name)
@@ -157,6 +151,18 @@ def get_weights(
             paths = [path]
         tensors = convert_weights(name, paths)
         return cache.store(name, tensors, source=origin, source_sha256=" ".join(map(sha256_of, paths)))
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse names of weights that are not known."""
+    import difflib
+
+    known = [*KNOWN, kernels.NAME]
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
+            raise InputError(f"weights {name} are not known: {hint}")
 
 
 def convert_weights(name: str, paths: list[Path]) -> dict[str, Tensor]:

@@ -187,6 +187,19 @@ def test_a_file_of_another_hash_is_refused_unless_the_user_names_it(archive, tmp
         get_weights("flash-attention-3", [stranger], accepted=[found])
 
 
+def test_several_names_are_checked_before_the_first_is_fetched(archive, folder):
+    def run(*words):
+        return CliRunner().invoke(app, ["weights", "get", *words])
+
+    with pytest.raises(InputError, match=r"weights inception are not known: did you mean inception-v3\?"):
+        raise run("lpips-alexnet", "inception").exception
+    with pytest.raises(InputError, match="--from is for one name, not lpips-alexnet, lpips-vgg16"):
+        raise run("lpips-alexnet", "lpips-vgg16", "--from", str(archive)).exception
+    assert not folder.exists()
+    stored = get_weights("lpips-alexnet", [archive])
+    assert run("lpips-alexnet", "lpips-alexnet").output.split().count(str(stored.path)) == 2
+
+
 def test_without_a_network_it_says_what_was_tried_and_what_to_do(monkeypatch, folder):
     monkeypatch.setattr(weights.urllib.request, "urlopen", offline)
     monkeypatch.setattr(subprocess, "run", pip_that(failing))
