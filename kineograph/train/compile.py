@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from kineograph.core import distributed
 from kineograph.core.capabilities import SupportsBuckets
 from kineograph.core.errors import ConfigError
 from kineograph.core.task import Task
+from kineograph.core.weight_cache import cache_folder
 from kineograph.train.config import TrainConfig
 
 MAX_SHAPES = 128  # compilations of a module, training and sampling counted apart
@@ -49,12 +51,29 @@ def uses_cuda_graphs(config: TrainConfig, device: torch.device, is_distributed: 
     return device.type == "cuda" and (config.compile == "graphs" or is_automatic)
 
 
+def keep_compile_cache() -> None:
+    """Let torch keep what it compiles in this user's cache folder, unless TORCHINDUCTOR_CACHE_DIR names another.
+
+    Its default is a folder of a known name in /tmp, which the next boot empties. What torch finds there it unpickles, and another user
+    of the machine may have put it there first.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    folder = cache_folder() / "compile"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # no home that can be written to
+        return
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
 def compile_task(task: Task, graphs: bool, by_block: bool = False) -> None:
     """Compile the task's `compile_targets` in place.
 
     `graphs` runs them as CUDA graphs: the host launches one graph instead of hundreds of kernels. `by_block` compiles the forward passes
     of blocks instead of the modules that hold them, so that hooks around a block (sharding) stay outside.
     """
+    keep_compile_cache()
     if isinstance(task, SupportsBuckets) and task.can_bucket():
         # Every bucket is a compilation of its own, and dynamo gives up after a few.
         dynamo: Any = importlib.import_module("torch._dynamo.config")

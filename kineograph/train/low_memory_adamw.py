@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kineograph.core.noise import GOLDEN
+from kineograph.train.compile import keep_compile_cache
 
 BLOCK = 128
 MIN_QUANTIZED = 4096  # elements; a smaller tensor keeps its moments in float32
@@ -115,6 +116,7 @@ def _compile_update() -> Callable[..., None]:
     """Compile the update with symbolic sizes, so that a few compilations serve all parameters."""
     dynamo: Any = importlib.import_module("torch._dynamo.config")
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_VARIANTS)
+    keep_compile_cache()
     return torch.compile(_update, dynamic=True)
 
 

@@ -42,7 +42,11 @@ def main() -> int:
     asked = wanted.parse_args()
     if asked.device != "cpu":
         asked.alone = True
-        CONFIG["train"] |= {"device": asked.device, "deterministic": True, "compile": False}  # which would take most of each process
+        CONFIG["train"] |= {
+            "device": asked.device,
+            "deterministic": True,
+            "compile": False,
+        }  # which would take most of each process
     processes.import_modules()
     began = time.monotonic()
     rng = random.Random(asked.seed)
