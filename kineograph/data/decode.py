@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from kineograph.core.errors import Unreadable, explain_oversized_image
-from kineograph.core.safe_media import MediaLimits, Meter, check_bytes, open_image, read_media
+from kineograph.core.safe_media import MediaLimits, Meter, check_bytes, open_image, read_gif_delays, read_media
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.colour_profile import has_usable_profile
 from kineograph.data.media_config import VIDEOS, DecodeOptions
@@ -253,7 +253,7 @@ def _pick_animation_frames(
 def _frame_delays(image: Any, data: bytes, meter: Meter, truncated: bool = False) -> np.ndarray:
     """Seconds per frame. Like browsers, show frames of 10 ms or less for 100 ms."""
     if image.format == "GIF":
-        delays = np.array(_gif_delays(data, meter, truncated))
+        delays = np.array(read_gif_delays(data, meter, truncated))
         meter.check_animation(len(delays), *image.size)
     else:
         meter.check_animation(image.n_frames, *image.size)
@@ -264,37 +264,6 @@ def _frame_delays(image: Any, data: bytes, meter: Meter, truncated: bool = False
             meter.check_time()
             delays[index] = image.info.get("duration", 0) / 1000
     return np.where(delays <= 0.01, 0.1, delays)
-
-
-def _gif_delays(data: bytes, meter: Meter, truncated: bool = False) -> list[float]:
-    """Each frame's delay, read from the control blocks without decoding pixels."""
-    delays: list[float] = []
-    delay = 0.0
-    at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)  # header, global palette
-    try:
-        while at < len(data) and data[at] in (0x21, 0x2C):
-            if data[at] == 0x21:  # an extension; F9 is the graphic control
-                if data[at + 1] == 0xF9:
-                    delay = int.from_bytes(data[at + 4 : at + 6], "little") / 100
-                at = _skip_blocks(data, at + 2)
-            else:  # an image: descriptor, local palette, LZW code size, blocks
-                flags = data[at + 9]
-                at = _skip_blocks(data, at + 11 + (3 << (flags & 7) + 1 if flags & 0x80 else 0))
-                delays.append(delay)
-                meter.check_count(len(delays))
-                delay = 0.0
-    except IndexError:
-        if not truncated or not delays:
-            raise Unreadable("", f"truncated GIF: it ends inside frame {len(delays) + 1}") from None
-    if not delays:
-        raise Unreadable("", "a GIF without frames")
-    return delays
-
-
-def _skip_blocks(data: bytes, at: int) -> int:
-    while data[at]:
-        at += data[at] + 1
-    return at + 1
 
 
 def _shrink_while_decoding(image: Image.Image, options: DecodeOptions) -> None:
