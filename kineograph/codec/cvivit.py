@@ -5,7 +5,7 @@ The first frame has its own tokens, so an image is a clip of one frame, and a cl
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from einops import rearrange
@@ -29,7 +29,7 @@ from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.codec.token_grid import grid_size, latent_frame_mask, latent_frames
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsLossMasks, SupportsReconstruction
-from kineograph.core.config import Size, StageConfig
+from kineograph.core.config import PlayerDefaults, Size, StageConfig
 from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Codec, Loss, Mean
@@ -39,6 +39,8 @@ from kineograph.nn.transformer import Block, BlockConfig, Residual, Transformer,
 
 
 class CViViTConfig(StageConfig, BlockConfig):
+    # Those of the measured presets: with slower betas, rare large gradients make the loss spike (docs/log.md).
+    player_defaults: ClassVar[PlayerDefaults] = {"generator": {"betas": (0.9, 0.95), "clip": 0.5}}
     task: str = "cvivit"
     spatial_depth: int = Field(4, ge=1, le=1000)
     """Spatial blocks of the encoder."""

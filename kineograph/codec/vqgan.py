@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.codec.token_grid import grid_size
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsLossMasks, SupportsReconstruction
-from kineograph.core.config import BlockCount, Positive, StageConfig
+from kineograph.core.config import BlockCount, PlayerDefaults, Positive, StageConfig
 from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Codec, Loss, Mean
@@ -36,6 +36,8 @@ from kineograph.nn.quantizers import QuantizerConfig, VQConfig, build_quantizer
 
 
 class VQGANConfig(StageConfig):
+    # Those of the measured presets: with slower betas, rare large gradients make the loss spike (docs/log.md).
+    player_defaults: ClassVar[PlayerDefaults] = {"generator": {"betas": (0.9, 0.95), "clip": 0.1}}
     task: str = "vqgan"
     width: int = Field(64, ge=8, le=65536)
     """Channels at the finest level."""
