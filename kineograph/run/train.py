@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kineograph.core import distributed
-from kineograph.core.capabilities import SupportsCaching
+from kineograph.core.capabilities import ComparesWithinBatch, SupportsCaching
 from kineograph.core.config import Tree
 from kineograph.core.errors import KineoError, RunFailed, Stopped
 from kineograph.core.health import read_findings
@@ -339,6 +339,11 @@ class _StageTraining:
             + (f", from step {start.step}" if start.step else "")
             + (f", to {start.phase}" if start.phase != "train" else "")
         )
+        train = self.stage.train
+        if train.accumulate > 1 and isinstance(task, ComparesWithinBatch):
+            line = task.describe_micro_batch(train.micro_batch_size)
+            if line is not None:
+                self.run.note(f"warning: {self.stage.name} {line}")
         for line in warn_of_bf16_weights(task, self.stage.train, self.stage.players):
             self.run.note(f"warning: {self.stage.name} {line}")
 
