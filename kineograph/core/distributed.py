@@ -78,15 +78,23 @@ def current_world() -> World:
     return World(world(), local_world())
 
 
-def describe_peer_failure(error: BaseException) -> str | None:
-    """A message for an error that means that another process is gone or does not answer; None for other errors."""
+_LOST = re.compile(
+    r"[Cc]onnection (was likely )?(reset|closed|refused)|closed by peer|[Bb]roken pipe|[Tt]imed? ?out|remote (process|peer)|communicator was aborted"
+)
+
+
+def describe_group_failure(error: BaseException) -> str | None:
+    """A message for an error of NCCL or gloo, which means that another process is gone or that this one failed; None for other errors."""
     text = str(error)
-    if not isinstance(error, RuntimeError) or not re.search(
-        r"gloo|Gloo|NCCL|nccl|TCPStore|Connection (reset|closed)", text
-    ):
+    is_network = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+    if not is_network and (not isinstance(error, RuntimeError) or not re.search(r"[Gg]loo|NCCL|nccl|TCPStore", text)):
         return None
     plain = re.sub(r"\[/[^]]*\]\s*", "", text.splitlines()[0]).partition(". ")[0]
-    return f"another process of the job is gone or does not answer ({plain})"
+    if is_network or _LOST.search(text):
+        return f"another process of the job is gone or does not answer ({plain})"
+    reason = " ".join(text.partition("Last error:")[2].split())  # NCCL's own words
+    hint = " (NCCL_DEBUG=WARN shows more)" if "nccl" in text.lower() else ""
+    return f"the processes cannot communicate: {plain}{f': {reason}' if reason else ''}{hint}"
 
 
 # Who sees which data -----------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def _write_shards(folder: Path, step: int, copies: dict[str, dict[str, Any]], te
     except (_RankFailed, OSError) as error:
         raise checkpoint.save_error(folder, step, temporary, error) from error
     except Exception as error:  # mostly of gloo
-        reason = distributed.describe_peer_failure(error) or f"{type(error).__name__}: {error}"
+        reason = distributed.describe_group_failure(error) or f"{type(error).__name__}: {error}"
         raise checkpoint.save_error(folder, step, temporary, reason, "fix that") from error
 
 
