@@ -60,6 +60,7 @@ class HostBuffers:
 
 def _allocate_like(value: Tensor) -> Tensor:
     if value.is_cuda:
+        # torch rounds pinned tensors up to powers of two bytes: up to twice the memory, and no setting of all its versions avoids it.
         with suppress(RuntimeError):  # the system allows no more pinned memory: pageable memory is slower, but works
             return torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     return torch.empty(value.shape, dtype=value.dtype)
