@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from kineograph.core import distributed
-from kineograph.core.errors import InputError
+from kineograph.core.errors import InputError, RunInUse
 from tests.train.ranks import run_ranks
 
 
@@ -56,6 +56,21 @@ def test_several_processes_do_not_share_one_gpu(monkeypatch: pytest.MonkeyPatch)
     assert distributed.resolve_device("cuda") == torch.device("cuda")
     with pytest.raises(InputError, match="device cuda:1 is one GPU for 2 processes: use auto"):
         distributed.resolve_device("cuda:1")
+
+
+def test_an_error_of_the_first_process_is_raised_by_all() -> None:
+    def work(rank: int) -> Any:
+        def refuse() -> None:
+            raise RunInUse("runs/x is in use")
+
+        mine = distributed.run_on_first(lambda: f"by {rank}")
+        try:
+            distributed.run_on_first(refuse)
+        except RunInUse as error:
+            return [mine, str(error)]
+
+    assert run_ranks(2, work) == [["by 0", "runs/x is in use"], [None, "runs/x is in use"]]
+    assert distributed.run_on_first(lambda: 3) == 3
 
 
 @pytest.mark.parametrize(
