@@ -128,6 +128,11 @@ def open_image(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
 
 
+def is_animation(image: Image.Image) -> bool:
+    """False for the pages of a TIFF, which Pillow would count one by one, and for the second view that phones store inside a JPEG (MPO)."""
+    return image.format in ("GIF", "WEBP", "PNG") and getattr(image, "is_animated", False)
+
+
 def read_gif_delays(data: bytes, meter: Meter, truncated: bool = False) -> list[float]:
     """Each frame's delay in seconds, read from the control blocks without decoding pixels."""
     delays: list[float] = []

@@ -17,7 +17,15 @@ import numpy as np
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from kineograph.core.errors import Unreadable, explain_oversized_image
-from kineograph.core.safe_media import MediaLimits, Meter, check_bytes, open_image, read_gif_delays, read_media
+from kineograph.core.safe_media import (
+    MediaLimits,
+    Meter,
+    check_bytes,
+    is_animation,
+    open_image,
+    read_gif_delays,
+    read_media,
+)
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.colour_profile import has_usable_profile
 from kineograph.data.media_config import VIDEOS, DecodeOptions
@@ -165,7 +173,7 @@ def decode_image(data: bytes, options: DecodeOptions, rng: np.random.Generator) 
     """A still image gives one frame; frames of an animation (GIF, WebP, APNG) are picked by their durations."""
     meter = Meter(options.limits)
     with _open_image(data, options.truncated, meter) as image:
-        if _is_animation(image):
+        if is_animation(image):
             return _decode_animation(image, data, options, rng, meter)
         picture, geometry = _decode_picture(image, options), rng.bit_generator.state
         transform = options.resize_crop.draw(picture.width, picture.height, rng)
@@ -183,7 +191,7 @@ def _decode_picture(image: Image.Image, options: DecodeOptions) -> Image.Image:
 def _load_image(data: bytes, options: DecodeOptions, limit: int) -> LoadedMedia:
     meter = Meter(options.limits)
     with _open_image(data, options.truncated, meter) as image:
-        if not _is_animation(image):
+        if not is_animation(image):
             picture = _decode_picture(image, options)
             return LoadedMedia.of([picture.copy()], limit, picture.size, options, lambda *_: [0])
         delays = _frame_delays(image, data, meter, options.truncated)
@@ -206,11 +214,6 @@ def _open_image(data: bytes, truncated: bool, meter: Meter) -> Iterator[Image.Im
     with open_image(data) as image, _allow_truncation(truncated):
         meter.check_size(*image.size)
         yield image
-
-
-def _is_animation(image: Any) -> bool:
-    """False for the pages of a TIFF and for the second view that phones store inside a JPEG (MPO)."""
-    return image.format in ("GIF", "WEBP", "PNG") and getattr(image, "is_animated", False)
 
 
 def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.random.Generator, meter: Meter) -> Clip:
@@ -294,7 +297,7 @@ def _allow_truncation(allowed: bool) -> Iterator[None]:
 
 def _probe_image(data: bytes, decode_all: bool, meter: Meter) -> MediaInfo:
     with _open_image(data, truncated=False, meter=meter) as image:
-        if not _is_animation(image):
+        if not is_animation(image):
             if decode_all:
                 image.load()
             width, height = image.size

@@ -19,6 +19,7 @@ from kineograph.core.safe_media import (
     MediaLimits,
     Meter,
     decode_packets,
+    is_animation,
     open_image,
     open_video,
     read_gif_delays,
@@ -107,14 +108,12 @@ def _read_image(path: Path) -> Iterator[Frame]:
     try:
         data = read_media(path, _LIMITS)
         with open_image(data) as file:
-            # Not the pages of a TIFF, nor the second view that phones keep inside a JPEG.
-            if file.format not in ("GIF", "WEBP", "PNG") or not getattr(file, "is_animated", False):
+            if not is_animation(file):
                 yield Frame(ImageOps.exif_transpose(file).copy(), 0.0, file.format or "")
                 return
+            kind = file.format or ""
             frames = (
-                len(read_gif_delays(data, meter, truncated=True))
-                if file.format == "GIF"
-                else getattr(file, "n_frames", 1)
+                len(read_gif_delays(data, meter, truncated=True)) if kind == "GIF" else getattr(file, "n_frames", 1)
             )
             meter.check_animation(frames, *file.size)
             start = 0  # milliseconds
@@ -123,7 +122,7 @@ def _read_image(path: Path) -> Iterator[Frame]:
                 meter.check_animation(frames, *frame.size)
                 image = frame.copy()  # decodes; WebP knows the duration only then
                 duration = round(frame.info.get("duration") or 0)
-                yield Frame(image, start / 1000, file.format)
+                yield Frame(image, start / 1000, kind)
                 start += duration if duration > 10 else 100  # as viewers do
     except UnidentifiedImageError:
         yield from _read_video(path)
