@@ -223,6 +223,11 @@ def test_debug_shows_the_traceback(here: Path, kineo) -> None:
         (RunInUse("in use"), 3, "error: in use\n"),
         (Stopped("stopped"), 75, "stopped\n"),
         (ValueError("odd"), 1, "error: unexpected ValueError: odd (kineo --debug … shows where)\n"),
+        (
+            OSError(28, "No space left on device"),
+            1,
+            "error: No space left on device: free disk space, and run the same command again\n",
+        ),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

@@ -123,5 +123,8 @@ def _report(error: Any, words: Sequence[str] = ()) -> None:
     if isinstance(error, OSError) and error.filename is not None:  # a file that is gone, protected, too long …
         print_to_stderr(f"{prefix}{error.filename}: {error.strerror}")
         sys.exit(2 if error.errno == errno.ENAMETOOLONG else 1)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # a write, which names no file
+        print_to_stderr(f"{prefix}{error.strerror}: free disk space, and run the same command again")
+        sys.exit(1)
     print_to_stderr(f"{prefix}unexpected {type(error).__name__}: {error} (kineo --debug … shows where)")
     sys.exit(1)

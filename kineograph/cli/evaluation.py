@@ -89,7 +89,7 @@ def evaluate(
 ) -> None:
     """Evaluate a run: a table, evaluation.json and a sheet of samples.
 
-    Exit code 4: a metric that --metrics names could not be computed; the others are written.
+    Exit code 1: a stage has a fatal finding, such as a collapsed codec. 4: a metric that --metrics names could not be computed. What was computed is written.
     """
     options = _make_metric_options(locals())
     from kineograph.evaluate.runner import evaluate as run_evaluation
@@ -103,6 +103,8 @@ def evaluate(
         )  # fmt: skip
     if is_main_process():
         evaluation.show()
+    if evaluation.fatal:
+        raise Exit(1)
     if evaluation.missing:
         raise Exit(4)
 

@@ -39,4 +39,5 @@ Trust = Annotated[
 
 
 def print_to_stderr(line: str) -> None:
-    print(escape_controls(line), file=sys.stderr)
+    # One write: lines of several processes would mix.
+    print(f"{escape_controls(line)}\n", end="", file=sys.stderr, flush=True)

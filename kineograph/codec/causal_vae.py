@@ -7,7 +7,7 @@ bounded memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from einops import rearrange
@@ -34,7 +34,7 @@ from kineograph.codec.token_grid import grid_size, latent_frame_mask, latent_fra
 from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsLossMasks, SupportsReconstruction
-from kineograph.core.config import Size, StageConfig
+from kineograph.core.config import PlayerDefaults, Size, StageConfig
 from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, PosteriorCodec
@@ -45,6 +45,8 @@ SPREAD_RATE = 0.01  # of the running average of the latents' moments
 
 
 class CausalVAEConfig(StageConfig, CausalVAEShape):
+    # Those of the measured presets: with slower betas, rare large gradients make the loss spike (docs/log.md).
+    player_defaults: ClassVar[PlayerDefaults] = {"generator": {"betas": (0.9, 0.95)}}
     task: str = "causal_vae"
     chunk: int = Field(2, ge=1)
     """Latent frames coded together; the first chunk also takes the remainder. With `norm: chunk` the weights depend on it."""

@@ -5,7 +5,8 @@ The first frame has its own tokens, so an image is a clip of one frame, and a cl
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from typing import Any, ClassVar, Literal
 
 import torch
 from einops import rearrange
@@ -28,17 +29,25 @@ from kineograph.codec.codec_loss import (
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.codec.token_grid import grid_size, latent_frame_mask, latent_frames
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsLossMasks, SupportsReconstruction
-from kineograph.core.config import Size, StageConfig
+from kineograph.core.capabilities import (
+    ChecksHealth,
+    ComparesWithinBatch,
+    SupportsBuckets,
+    SupportsLossMasks,
+    SupportsReconstruction,
+)
+from kineograph.core.config import PlayerDefaults, Size, StageConfig
 from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Codec, Loss, Mean
 from kineograph.nn.positions import Rotation, grid_positions, sincos_embedding
-from kineograph.nn.quantizers import Quantized, QuantizerConfig, VQConfig, build_quantizer
+from kineograph.nn.quantizers import LFQ, Quantized, QuantizerConfig, VQConfig, build_quantizer
 from kineograph.nn.transformer import Block, BlockConfig, Residual, Transformer, TransformerConfig
 
 
 class CViViTConfig(StageConfig, BlockConfig):
+    # Those of the measured presets: with slower betas, rare large gradients make the loss spike (docs/log.md).
+    player_defaults: ClassVar[PlayerDefaults] = {"generator": {"betas": (0.9, 0.95), "clip": 0.5}}
     task: str = "cvivit"
     spatial_depth: int = Field(4, ge=1, le=1000)
     """Spatial blocks of the encoder."""
@@ -189,7 +198,7 @@ def _to_channels_first(features: Tensor) -> Tensor:
     return features.flatten(0, 1).permute(0, 3, 1, 2)
 
 
-class CViViT(Codec, SupportsReconstruction, SupportsBuckets, SupportsLossMasks, ChecksHealth):
+class CViViT(Codec, SupportsReconstruction, SupportsBuckets, SupportsLossMasks, ComparesWithinBatch, ChecksHealth):
     """Codec and its training task: generator (encoder, quantizer, decoder) and a discriminator of clips."""
 
     Config = CViViTConfig
@@ -293,6 +302,10 @@ class CViViT(Codec, SupportsReconstruction, SupportsBuckets, SupportsLossMasks, 
         return codec_limits(
             self.vocabulary, self.config.quantizer.kind, has_discriminator=self.discriminator is not None
         )
+
+    def describe_micro_batch(self, clips: int) -> str | None:
+        grid = self.shape_for(self.shape.frames, self.shape.height, self.shape.width)
+        return self.quantizer.describe_micro_batch(clips * math.prod(grid)) if isinstance(self.quantizer, LFQ) else None
 
     # structure ---------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,16 +27,24 @@ from kineograph.codec.codec_loss import (
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.codec.token_grid import grid_size
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsLossMasks, SupportsReconstruction
-from kineograph.core.config import BlockCount, Positive, StageConfig
+from kineograph.core.capabilities import (
+    ChecksHealth,
+    ComparesWithinBatch,
+    SupportsBuckets,
+    SupportsLossMasks,
+    SupportsReconstruction,
+)
+from kineograph.core.config import BlockCount, PlayerDefaults, Positive, StageConfig
 from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Codec, Loss, Mean
 from kineograph.nn.conv import ChannelNorm, MapAttention, ResidualBlock, downsample_conv, upsample_conv
-from kineograph.nn.quantizers import QuantizerConfig, VQConfig, build_quantizer
+from kineograph.nn.quantizers import LFQ, QuantizerConfig, VQConfig, build_quantizer
 
 
 class VQGANConfig(StageConfig):
+    # Those of the measured presets: with slower betas, rare large gradients make the loss spike (docs/log.md).
+    player_defaults: ClassVar[PlayerDefaults] = {"generator": {"betas": (0.9, 0.95), "clip": 0.1}}
     task: str = "vqgan"
     width: int = Field(64, ge=8, le=65536)
     """Channels at the finest level."""
@@ -141,7 +150,7 @@ class ToPixels(nn.Module):
         return images.contiguous(memory_format=torch.channels_last)
 
 
-class VQGAN(Codec, SupportsReconstruction, SupportsBuckets, SupportsLossMasks, ChecksHealth):
+class VQGAN(Codec, SupportsReconstruction, SupportsBuckets, SupportsLossMasks, ComparesWithinBatch, ChecksHealth):
     """Codec and its training task: generator (encoder, quantizer, decoder) and discriminator."""
 
     Config = VQGANConfig
@@ -240,6 +249,10 @@ class VQGAN(Codec, SupportsReconstruction, SupportsBuckets, SupportsLossMasks, C
         return codec_limits(
             self.vocabulary, self.config.quantizer.kind, has_discriminator=self.discriminator is not None
         )
+
+    def describe_micro_batch(self, clips: int) -> str | None:
+        grid = self.shape_for(self.shape.frames, self.shape.height, self.shape.width)
+        return self.quantizer.describe_micro_batch(clips * math.prod(grid)) if isinstance(self.quantizer, LFQ) else None
 
     # structure ---------------------------------------------------------------------------------------------------
 

@@ -195,6 +195,14 @@ class ChecksPrecision(Protocol):
 
 
 @runtime_checkable
+class ComparesWithinBatch(Protocol):
+    """A term of its loss compares the samples of a batch with one another; micro-batches do not see one another."""
+
+    def describe_micro_batch(self, clips: int) -> str | None:
+        """What a micro-batch of so many clips limits, and the remedy; None: nothing that matters."""
+
+
+@runtime_checkable
 class ChecksHealth(Protocol):
     """Knows numbers that a healthy stage of its kind never logs."""
 

@@ -102,6 +102,9 @@ def _check_magnitude(value: Any, bounded: bool) -> None:
         raise ValueError(f"use 0, or a number from {_MIN_FLOAT:g} to {_MAX_FLOAT:g}")
 
 
+PlayerDefaults = Mapping[str, Mapping[str, Any]]
+
+
 class StageConfig(Config):
     """Keys that every stage has. A Task's own `Config` adds its own beside them."""
 
@@ -111,6 +114,8 @@ class StageConfig(Config):
     """The keys that name a stage which only sampling needs (`prior`): it is loaded then, and may be trained later."""
     inherits_sample: ClassVar[str | None] = None
     """The key that names the stage whose `sample` section gives the defaults of this one's (`generator`)."""
+    player_defaults: ClassVar[PlayerDefaults] = {}
+    """Defaults of `players.*` that differ from those of `train.*`; what a config sets for `train` goes before them."""
     task: str
     """Which Task trains here: a module of family, codec or text (`muse`), or a dotted path to a class of yours."""
     skip: bool = False

@@ -10,19 +10,21 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kineograph.core import errors
 from kineograph.core.errors import InputError
 from kineograph.core.notes import Note
 from kineograph.core.text_file import escape_controls, parse_json
 
+T = TypeVar("T")
 _alone = False
 
 
@@ -78,15 +80,23 @@ def current_world() -> World:
     return World(world(), local_world())
 
 
-def describe_peer_failure(error: BaseException) -> str | None:
-    """A message for an error that means that another process is gone or does not answer; None for other errors."""
+_LOST = re.compile(
+    r"[Cc]onnection (was likely )?(reset|closed|refused)|closed by peer|[Bb]roken pipe|[Tt]imed? ?out|remote (process|peer)|communicator was aborted"
+)
+
+
+def describe_group_failure(error: BaseException) -> str | None:
+    """A message for an error of NCCL or gloo, which means that another process is gone or that this one failed; None for other errors."""
     text = str(error)
-    if not isinstance(error, RuntimeError) or not re.search(
-        r"gloo|Gloo|NCCL|nccl|TCPStore|Connection (reset|closed)", text
-    ):
+    is_network = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+    if not is_network and (not isinstance(error, RuntimeError) or not re.search(r"[Gg]loo|NCCL|nccl|TCPStore", text)):
         return None
     plain = re.sub(r"\[/[^]]*\]\s*", "", text.splitlines()[0]).partition(". ")[0]
-    return f"another process of the job is gone or does not answer ({plain})"
+    if is_network or _LOST.search(text):
+        return f"another process of the job is gone or does not answer ({plain})"
+    reason = " ".join(text.partition("Last error:")[2].split())  # NCCL's own words
+    hint = " (NCCL_DEBUG=WARN shows more)" if "nccl" in text.lower() else ""
+    return f"the processes cannot communicate: {plain}{f': {reason}' if reason else ''}{hint}"
 
 
 # Who sees which data -----------------------------------------------------------------------------------------------
@@ -201,6 +211,24 @@ def _gather_rows(value: Tensor, world: int, group: dist.ProcessGroup | None) -> 
 # Objects of all processes --------------------------------------------------------------------------------------------
 
 
+def run_on_first(work: Callable[[], T]) -> T | None:
+    """Do `work` on the first rank. → its result there, None elsewhere. Its error is raised on all ranks, if it is one for people."""
+    if not is_active():
+        return work()
+    result, failure = None, None
+    if is_first():
+        try:
+            result = work()
+        except errors.KineoError as error:
+            failure = error
+    said = broadcast_object(failure and [type(failure).__name__, str(failure)])
+    if failure is not None:
+        raise failure
+    if said is not None:
+        raise getattr(errors, said[0], errors.RunFailed)(said[1])
+    return result
+
+
 def barrier() -> None:
     if is_active():
         dist.barrier()
@@ -235,7 +263,8 @@ def _gather_json(value: Any, world: int, group: dist.ProcessGroup | None, device
 
 def print_note(line: str) -> None:
     """Print a line to stderr."""
-    print(escape_controls(line), file=sys.stderr, flush=True)
+    # One write: lines of several processes would mix.
+    print(f"{escape_controls(line)}\n", end="", file=sys.stderr, flush=True)
 
 
 def on_first_rank(note: Note) -> Note:

@@ -128,6 +128,42 @@ def open_image(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
 
 
+def is_animation(image: Image.Image) -> bool:
+    """False for the pages of a TIFF, which Pillow would count one by one, and for the second view that phones store inside a JPEG (MPO)."""
+    return image.format in ("GIF", "WEBP", "PNG") and getattr(image, "is_animated", False)
+
+
+def read_gif_delays(data: bytes, meter: Meter, truncated: bool = False) -> list[float]:
+    """Each frame's delay in seconds, read from the control blocks without decoding pixels."""
+    delays: list[float] = []
+    delay = 0.0
+    at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)  # header, global palette
+    try:
+        while at < len(data) and data[at] in (0x21, 0x2C):
+            if data[at] == 0x21:  # an extension; F9 is the graphic control
+                if data[at + 1] == 0xF9:
+                    delay = int.from_bytes(data[at + 4 : at + 6], "little") / 100
+                at = _skip_blocks(data, at + 2)
+            else:  # an image: descriptor, local palette, LZW code size, blocks
+                flags = data[at + 9]
+                at = _skip_blocks(data, at + 11 + (3 << (flags & 7) + 1 if flags & 0x80 else 0))
+                delays.append(delay)
+                meter.check_count(len(delays))
+                delay = 0.0
+    except IndexError:
+        if not truncated or not delays:
+            raise Unreadable("", f"truncated GIF: it ends inside frame {len(delays) + 1}") from None
+    if not delays:
+        raise Unreadable("", "a GIF without frames")
+    return delays
+
+
+def _skip_blocks(data: bytes, at: int) -> int:
+    while data[at]:
+        at += data[at] + 1
+    return at + 1
+
+
 def open_video(file: Path | io.BytesIO, limits: MediaLimits) -> AbstractContextManager[Any]:
     """Open a video with PyAV. → its container; raises Unreadable without a stream of pictures."""
     container = _open_container(file, _VIDEO_FORMATS, "video")

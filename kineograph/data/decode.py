@@ -17,7 +17,15 @@ import numpy as np
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from kineograph.core.errors import Unreadable, explain_oversized_image
-from kineograph.core.safe_media import MediaLimits, Meter, check_bytes, open_image, read_media
+from kineograph.core.safe_media import (
+    MediaLimits,
+    Meter,
+    check_bytes,
+    is_animation,
+    open_image,
+    read_gif_delays,
+    read_media,
+)
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.colour_profile import has_usable_profile
 from kineograph.data.media_config import VIDEOS, DecodeOptions
@@ -165,7 +173,7 @@ def decode_image(data: bytes, options: DecodeOptions, rng: np.random.Generator) 
     """A still image gives one frame; frames of an animation (GIF, WebP, APNG) are picked by their durations."""
     meter = Meter(options.limits)
     with _open_image(data, options.truncated, meter) as image:
-        if _is_animation(image):
+        if is_animation(image):
             return _decode_animation(image, data, options, rng, meter)
         picture, geometry = _decode_picture(image, options), rng.bit_generator.state
         transform = options.resize_crop.draw(picture.width, picture.height, rng)
@@ -183,7 +191,7 @@ def _decode_picture(image: Image.Image, options: DecodeOptions) -> Image.Image:
 def _load_image(data: bytes, options: DecodeOptions, limit: int) -> LoadedMedia:
     meter = Meter(options.limits)
     with _open_image(data, options.truncated, meter) as image:
-        if not _is_animation(image):
+        if not is_animation(image):
             picture = _decode_picture(image, options)
             return LoadedMedia.of([picture.copy()], limit, picture.size, options, lambda *_: [0])
         delays = _frame_delays(image, data, meter, options.truncated)
@@ -206,11 +214,6 @@ def _open_image(data: bytes, truncated: bool, meter: Meter) -> Iterator[Image.Im
     with open_image(data) as image, _allow_truncation(truncated):
         meter.check_size(*image.size)
         yield image
-
-
-def _is_animation(image: Any) -> bool:
-    """False for the pages of a TIFF and for the second view that phones store inside a JPEG (MPO)."""
-    return image.format in ("GIF", "WEBP", "PNG") and getattr(image, "is_animated", False)
 
 
 def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.random.Generator, meter: Meter) -> Clip:
@@ -253,7 +256,7 @@ def _pick_animation_frames(
 def _frame_delays(image: Any, data: bytes, meter: Meter, truncated: bool = False) -> np.ndarray:
     """Seconds per frame. Like browsers, show frames of 10 ms or less for 100 ms."""
     if image.format == "GIF":
-        delays = np.array(_gif_delays(data, meter, truncated))
+        delays = np.array(read_gif_delays(data, meter, truncated))
         meter.check_animation(len(delays), *image.size)
     else:
         meter.check_animation(image.n_frames, *image.size)
@@ -264,37 +267,6 @@ def _frame_delays(image: Any, data: bytes, meter: Meter, truncated: bool = False
             meter.check_time()
             delays[index] = image.info.get("duration", 0) / 1000
     return np.where(delays <= 0.01, 0.1, delays)
-
-
-def _gif_delays(data: bytes, meter: Meter, truncated: bool = False) -> list[float]:
-    """Each frame's delay, read from the control blocks without decoding pixels."""
-    delays: list[float] = []
-    delay = 0.0
-    at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)  # header, global palette
-    try:
-        while at < len(data) and data[at] in (0x21, 0x2C):
-            if data[at] == 0x21:  # an extension; F9 is the graphic control
-                if data[at + 1] == 0xF9:
-                    delay = int.from_bytes(data[at + 4 : at + 6], "little") / 100
-                at = _skip_blocks(data, at + 2)
-            else:  # an image: descriptor, local palette, LZW code size, blocks
-                flags = data[at + 9]
-                at = _skip_blocks(data, at + 11 + (3 << (flags & 7) + 1 if flags & 0x80 else 0))
-                delays.append(delay)
-                meter.check_count(len(delays))
-                delay = 0.0
-    except IndexError:
-        if not truncated or not delays:
-            raise Unreadable("", f"truncated GIF: it ends inside frame {len(delays) + 1}") from None
-    if not delays:
-        raise Unreadable("", "a GIF without frames")
-    return delays
-
-
-def _skip_blocks(data: bytes, at: int) -> int:
-    while data[at]:
-        at += data[at] + 1
-    return at + 1
 
 
 def _shrink_while_decoding(image: Image.Image, options: DecodeOptions) -> None:
@@ -325,7 +297,7 @@ def _allow_truncation(allowed: bool) -> Iterator[None]:
 
 def _probe_image(data: bytes, decode_all: bool, meter: Meter) -> MediaInfo:
     with _open_image(data, truncated=False, meter=meter) as image:
-        if not _is_animation(image):
+        if not is_animation(image):
             if decode_all:
                 image.load()
             width, height = image.size

@@ -84,6 +84,10 @@ class Comparison:
                     found.setdefault(text, []).append(title.strip())
         return [f"{', '.join(titles)}: {text}" for text, titles in found.items()]
 
+    def findings(self) -> list[str]:
+        """What was fatally wrong with stages in training."""
+        return [f"{name}: {line}" for name, run in zip(self.names, self.runs, strict=True) for line in run.fatal]
+
     def table(self) -> Any:
         """A rich table with a column for each run."""
         from rich.table import Table
@@ -108,6 +112,12 @@ class Comparison:
             )
             for line in differences:
                 console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        if findings := self.findings():
+            console.print(
+                "warning: these stages learned nothing, so figures that depend on them say little:", markup=False
+            )
+            for line in findings:
+                console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
         missing = self.missing()
         if missing:
             console.print("– is not known yet:", markup=False)
@@ -123,6 +133,7 @@ class Comparison:
                 for index, run in enumerate(self.runs)
             },
             "missing": self.missing(),
+            "findings": self.findings(),
             "data differences": self.data_differences(),
             "protocol differences": self.protocol_differences(),
         }

@@ -33,7 +33,7 @@ from kineograph.data.transforms import ResizeCrop
 from kineograph.media.grids import select_evenly
 
 MAX_FRAMES = 512  # of a clip that is read whole
-MAX_VALUES = 2**28  # of an item: 1 GiB as floats
+MAX_VALUES = 2**28  # of an item or a batch: 1 GiB as floats
 MAX_UNREADABLE = 0.2  # share of the files
 MAX_ITEMS = 50_000  # of a split, unless the user says how many: moving digits have no end
 
@@ -143,7 +143,8 @@ class MediaFolder:
                 self.unreadable[name] = error.reason
                 continue
             self.count_size(clip)
-            if waiting and (clip.shape != waiting[0].shape or len(waiting) == size):
+            is_full = len(waiting) == size or (len(waiting) + 1) * clip.numel() > MAX_VALUES
+            if waiting and (is_full or clip.shape != waiting[0].shape):
                 yield Clips(torch.stack(waiting))
                 waiting = []
             waiting.append(clip)

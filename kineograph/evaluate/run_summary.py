@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from kineograph.core.capabilities import SupportsReconstruction, SupportsSampling
 from kineograph.core.config import flatten, merge
 from kineograph.core.errors import InputError
+from kineograph.core.health import read_findings
 from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder, read_json
 from kineograph.core.task import Codec
@@ -70,6 +71,7 @@ class RunSummary:
     losses: list[tuple[float, float]] = field(default_factory=list)  # (minutes, training loss) of the main stage
     data: dict[str, Any] = field(default_factory=dict)  # dotted keys of data.* that the main stage is judged with
     items: str | None = None  # digest of the judged items, where it was recorded
+    fatal: list[str] = field(default_factory=list)  # findings of training (docs/health.md)
 
 
 def find_main_stage(run: RunFolder) -> str:
@@ -114,7 +116,9 @@ def summarize_run(path: str | Path, split: str = "validation") -> RunSummary:
     ]
     data = flatten(merge(tree.get("data") or {}, tree["stages"][main].get("data") or {}))
     recorded = (read_json(run.data_file).get(main) or {}).get(split) or {}
-    return RunSummary(run.path, cells, losses, data, recorded.get("digest"))
+    found = ((stage, finding) for stage, _, finding in read_findings(run.metrics_file) if finding.severity == "fatal")
+    fatal = list(dict.fromkeys(f"{stage}: {finding.name}: {finding.evidence}" for stage, finding in found))
+    return RunSummary(run.path, cells, losses, data, recorded.get("digest"), fatal)
 
 
 def _train_command(run: RunFolder, tree: dict[str, Any]) -> str | None:

@@ -44,7 +44,9 @@ from kineograph.stage.data_record import check_items, explain_moved_data, move_d
 from kineograph.stage.load import StageLoader, choose_sampling_stage
 from kineograph.stage.spec import StageSpec, read_batch, read_stage
 from kineograph.train import checkpoint as checkpoints
+from kineograph.train.checkpoint_folder import planned_steps
 from kineograph.train.config import TrainConfig
+from kineograph.train.health import YOUNG_STEPS
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class Evaluation:
                 if name in result.values:
                     return result.values[name]
         raise KeyError(name)
+
+    @property
+    def fatal(self) -> list[str]:
+        """The fatal findings: figures of these stages are of a model that learned nothing."""
+        return [line for line in self.findings if ": fatal: " in line]
 
     def table(self) -> Any:
         """A rich table."""
@@ -241,7 +248,7 @@ def evaluate(
             evaluation.stages.append(StageResult(name, spec.config.task, step, results))
         if evaluator.statistics is not None and save_stats is not None:
             _save_statistics(evaluator.statistics, save_stats, evaluation)
-        evaluation.findings += _list_findings(folder, name, task, results)
+        evaluation.findings += _list_findings(folder, name, step, task, results)
     _report_skipped(evaluation, chosen, reasons, named=metrics is not None)
     evaluation.files.insert(0, folder.path / "evaluation.json")
     return evaluation
@@ -298,14 +305,15 @@ def _open_items(
         raise explain_moved_data(error, f"kineo evaluate {run.path}") from None
 
 
-def _list_findings(run: RunFolder, stage: str, task: Task, results: dict[str, Result]) -> list[str]:
-    """Findings of training, and of the validation limits that the results are beyond."""
+def _list_findings(run: RunFolder, stage: str, step: int, task: Task, results: dict[str, Result]) -> list[str]:
+    """Findings of training, and of the validation limits that the results are beyond: before the stage's end, or in a trial, as warnings."""
     found = {finding.name: finding for name, _, finding in read_findings(run.metrics_file) if name == stage}
     values = {name: value for result in results.values() for name, value in result.values.items()}
+    is_judged = step >= max(YOUNG_STEPS, planned_steps(run.config(), stage, run.checkpoints(stage)))
     for limit in task.health_limits() if isinstance(task, ChecksHealth) else ():
         finding = limit.check(values) if not limit.logs else None
         if finding is not None:
-            found.setdefault(finding.name, finding)
+            found.setdefault(finding.name, finding if is_judged else replace(finding, severity="warning"))
     return [f"{stage}: {finding.severity}: {finding}" for finding in found.values()]
 
 

@@ -2,7 +2,7 @@
 
 --to safetensors, for any family:
 
-    DIR/config.yaml            the run's resolved config
+    DIR/run.yaml               the run's resolved config; not config.yaml, which would make the folder a run
     DIR/<stage>.safetensors    weights by their names in the task: EMA, or those of the last step
     DIR/<stage>.json           task, step, which weights, their checksum, and other assets (a learned vocabulary)
 """
@@ -225,7 +225,7 @@ def export_safetensors(
         if name not in trained:
             note(f"{name} is not exported: it has no checkpoint")
     with write_atomically(target) as folder:
-        shutil.copyfile(run.config_file, folder / "config.yaml")
+        shutil.copyfile(run.config_file, folder / "run.yaml")
         for name, saved in chosen.items():
             ema = not online and saved.has("ema")
             file = folder / f"{name}.safetensors"

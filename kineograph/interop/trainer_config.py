@@ -50,7 +50,7 @@ from kineograph.interop.trainer_keys import (
 PACKAGES = tuple(CLASSES)
 CODECS = {"phenaki": ("cvivit", "CViViT"), "nuwa": ("vqgan", "VQGanVAE"), "muse": ("vqgan", "VQGanVAE")}
 STAGES = ("tokenizer", "sketch_tokenizer", "sound_tokenizer", "generator", "superres")  # in the order of training
-TORCH_BETAS = [0.9, 0.999]  # of torch's Adam; ours are phenaki-pytorch's
+TORCH_BETAS = [0.9, 0.999]  # of torch's Adam
 CAPTION_DROPOUT, GUIDANCE = 0.2, 2.0  # what NUWA's forward and generate take by themselves
 TOP_SHARE = 0.1  # of the codes, among which NUWA and Muse draw
 
@@ -257,7 +257,7 @@ def _translate_phenaki(script: _Script) -> None:
         _translate_gan(part, ("discr_base_dim", ".adversarial.width", count))
         _translate_heads(part)
         _translate_dropout(part)
-    _translate_codec_trainer(script, "CViViTTrainer", "cvivit", flips=False)
+    _translate_codec_trainer(script, "CViViTTrainer", "cvivit", flips=False, betas=[0.9, 0.99])
     generator: dict[str, Any] = {"task": "phenaki", "codec": "tokenizer"}
     if part := script.part("MaskGit", "generator", **generator):
         part.move_all(MASKGIT)

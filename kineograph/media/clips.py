@@ -15,7 +15,16 @@ from torch import Tensor
 
 from kineograph.core.batch import Sound
 from kineograph.core.errors import InputError, Unreadable, explain_oversized_image
-from kineograph.core.safe_media import MediaLimits, Meter, decode_packets, open_image, open_video, read_media
+from kineograph.core.safe_media import (
+    MediaLimits,
+    Meter,
+    decode_packets,
+    is_animation,
+    open_image,
+    open_video,
+    read_gif_delays,
+    read_media,
+)
 from kineograph.media.frames import replace_atomically, to_images
 from kineograph.media.gif import GifWriter
 from kineograph.media.grids import make_film_strip
@@ -97,18 +106,23 @@ def read_frames(path: str | Path) -> Iterator[Frame]:
 def _read_image(path: Path) -> Iterator[Frame]:
     meter = Meter(_LIMITS)
     try:
-        with open_image(read_media(path, _LIMITS)) as file:
-            # Not the pages of a TIFF, nor the second view that phones keep inside a JPEG.
-            if file.format not in ("GIF", "WEBP", "PNG") or not getattr(file, "is_animated", False):
+        data = read_media(path, _LIMITS)
+        with open_image(data) as file:
+            if not is_animation(file):
                 yield Frame(ImageOps.exif_transpose(file).copy(), 0.0, file.format or "")
                 return
+            kind = file.format or ""
+            frames = (
+                len(read_gif_delays(data, meter, truncated=True)) if kind == "GIF" else getattr(file, "n_frames", 1)
+            )
+            meter.check_animation(frames, *file.size)
             start = 0  # milliseconds
             for frame in ImageSequence.Iterator(file):
                 meter.count_frame(*frame.size)
-                meter.check_animation(meter.frames, *frame.size)
+                meter.check_animation(frames, *frame.size)
                 image = frame.copy()  # decodes; WebP knows the duration only then
                 duration = round(frame.info.get("duration") or 0)
-                yield Frame(image, start / 1000, file.format)
+                yield Frame(image, start / 1000, kind)
                 start += duration if duration > 10 else 100  # as viewers do
     except UnidentifiedImageError:
         yield from _read_video(path)
@@ -127,7 +141,7 @@ def _read_video(path: Path) -> Iterator[Frame]:
     try:
         with open_video(path, _LIMITS) as container:
             stream = container.streams.video[0]
-            stream.thread_type = "AUTO"
+            stream.codec_context.thread_count = 1  # the meter counts this thread; each thread would hold frames
             spacing = 1 / float(stream.average_rate or stream.guessed_rate or DEFAULT_FPS)
             for frame in decode_packets(container, stream):
                 meter.count_frame(frame.width, frame.height)

@@ -284,6 +284,15 @@ class LFQ(nn.Module):
         with full_precision(latents):
             return self.project_out((latents > 0).float() * 2 - 1)
 
+    def describe_micro_batch(self, tokens: int) -> str | None:
+        """A warning where H(code) is of much fewer tokens than there are codes, and gradients of micro-batches differ from that of the batch."""
+        if not self.config.entropy * self.config.diversity or 4 * tokens >= self.codes:
+            return None
+        return (
+            f"spreads its {self.codes:,} codes over the {tokens:,} tokens of a micro-batch, not of the batch (quantizer.diversity): lower "
+            "train.accumulate, or use quantizer.kind=fsq, which has no such term"
+        )
+
     def entropies(self, features: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """E[H(code | token)] and H(code), in nats; features B bits h w."""
         logits = features * (4 / self.config.temperature)  # of each bit being 1

@@ -117,7 +117,7 @@ def process_group(timeout: float | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        failure = distributed.describe_peer_failure(error)
+        failure = distributed.describe_group_failure(error)
         if failure is None:
             raise
         raise RunFailed(f"{failure}; run the same command to go on from the last checkpoint") from error

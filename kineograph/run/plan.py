@@ -142,7 +142,8 @@ def _plan_stage(tree: Tree, name: str) -> StagePlan:
         raise ConfigError(f"stages.{name}: a stage's name is also the name of a folder; use letters, digits and _")
     stage, spec = tree["stages"][name], read_stage(tree, name)
     where = f"stages.{name}.train" if stage.get("train") else "train"
-    train = parse(TrainConfig, merge(tree.get("train") or {}, stage.get("train") or {}), where)
+    given = merge(tree.get("train") or {}, stage.get("train") or {})
+    train = parse(TrainConfig, given, where)
     # A Task may build fewer players than it names (a codec without a discriminator).
     names, settings = spec.config.player_names(), stage.get("players") or {}
     for player in settings:
@@ -151,10 +152,13 @@ def _plan_stage(tree: Tree, name: str) -> StagePlan:
                 f"unknown key stages.{name}.players.{player}: the players of {spec.config.task} are {', '.join(names)}"
             )
     shared = {key: value for key, value in train.model_dump().items() if key in PlayerConfig.model_fields}
-    players = {
-        player: parse(PlayerConfig, merge(shared, settings.get(player) or {}), f"stages.{name}.players.{player}")
-        for player in names
-    }
+    players = {}
+    for player in names:
+        defaults = {
+            key: value for key, value in spec.config.player_defaults.get(player, {}).items() if key not in given
+        }
+        keys = merge(shared | defaults, settings.get(player) or {})
+        players[player] = parse(PlayerConfig, keys, f"stages.{name}.players.{player}")
     return StagePlan(spec, train, players)
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kineograph.core import distributed
-from kineograph.core.capabilities import SupportsCaching
+from kineograph.core.capabilities import ComparesWithinBatch, SupportsCaching
 from kineograph.core.config import Tree
 from kineograph.core.errors import KineoError, RunFailed, Stopped
 from kineograph.core.health import read_findings
@@ -88,8 +88,8 @@ def train(
     if quiet:
         note = discard
     with process_group():
-        if resume_from and distributed.is_first():
-            fetch_checkpoints(resume_from, run, note)
+        if resume_from:
+            distributed.run_on_first(lambda: fetch_checkpoints(resume_from, run, note))
         plan, folder = _resolve_on_all_ranks(arguments, run, resume, extra)
         if any(stage.train.deterministic for stage in plan.stages):
             set_deterministic_environment()
@@ -120,11 +120,12 @@ def _resolve_on_all_ranks(
     """The first process reads the config; all processes get the same plan."""
     if not distributed.is_active():
         return resolve_run(arguments, run, resume, extra)
-    if not distributed.is_first():
+    resolved = distributed.run_on_first(lambda: resolve_run(arguments, run, resume, extra))
+    if resolved is None:
         tree, path = distributed.broadcast_object(None)
         accept(tree)  # the first process has checked it
         return make_plan(tree), RunFolder(path)
-    plan, folder = resolve_run(arguments, run, resume, extra)
+    plan, folder = resolved
     distributed.broadcast_object([plan.tree(), str(folder.path)])
     return plan, folder
 
@@ -132,7 +133,8 @@ def _resolve_on_all_ranks(
 @contextmanager
 def _lock(folder: RunFolder) -> Iterator[None]:
     """Lock the run folder; the first process does so for all."""
-    with folder.lock() if distributed.is_first() else nullcontext():
+    with ExitStack() as stack:
+        distributed.run_on_first(lambda: stack.enter_context(folder.lock()))
         if distributed.is_first():
             folder.remove_leftovers()
         distributed.barrier()
@@ -339,6 +341,11 @@ class _StageTraining:
             + (f", from step {start.step}" if start.step else "")
             + (f", to {start.phase}" if start.phase != "train" else "")
         )
+        train = self.stage.train
+        if train.accumulate > 1 and isinstance(task, ComparesWithinBatch):
+            line = task.describe_micro_batch(train.micro_batch_size)
+            if line is not None:
+                self.run.note(f"warning: {self.stage.name} {line}")
         for line in warn_of_bf16_weights(task, self.stage.train, self.stage.players):
             self.run.note(f"warning: {self.stage.name} {line}")
 

@@ -31,7 +31,7 @@ from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, ResizeCrop, res
 from kineograph.media.clips import Frame, read_frames
 from kineograph.sample.limits import ClipLimits, format_lengths
 
-_MAX_KEPT = 2**30  # pixels of the frames to continue, as they are stored: 4 GiB
+_MAX_KEPT = 2**29  # pixels of the frames to continue, as they are stored: 2 GiB
 Size = tuple[int, int]
 
 

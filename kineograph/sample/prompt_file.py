@@ -30,6 +30,7 @@ from kineograph.media.clips import read_frames
 from kineograph.stage.spec import StageSpec
 
 MAX_BYTES = 2**26
+MAX_PROMPTS = 1_000_000  # 1 GB of memory
 SEPARATOR = "@@"
 # Errors name the flags of a command; a prompt has these fields in their place.
 _FIELDS = {"--prime": "image", "--mask": "mask", "--negative": "negative", "--frames": "frames", "--overlap": "overlap"}
@@ -39,7 +40,7 @@ def read_prompts(path: str | Path, noun: str = "prompt") -> list[Prompt]:
     """Read a file of prompts or (`noun`) scenes; check its pictures. An error names the file, the line and the remedy."""
     path = Path(path)
     is_json = path.suffix.lower() == ".jsonl"
-    prompts = []
+    prompts: list[Prompt] = []
     for number, line in enumerate(split_lines(_read_text(path, noun)), 1):
         line = line.strip()
         if line and (is_json or not line.startswith("#")):
@@ -48,6 +49,8 @@ def read_prompts(path: str | Path, noun: str = "prompt") -> list[Prompt]:
             for key in ("image", "mask"):
                 if isinstance(fields.get(key), str) and fields[key]:
                     fields[key] = os.path.join(path.parent, os.path.expanduser(fields[key]))
+            if len(prompts) == MAX_PROMPTS:
+                raise InputError(f"{where}: more than {MAX_PROMPTS:,} {noun}s in a file: split it into several")
             prompts.append(parse_prompt(fields, where))
     if not prompts:
         raise InputError(f"{path} holds no {noun}s: write one per line (blank lines and lines with # are skipped)")

@@ -142,6 +142,17 @@ class StageLoader:
         references = read_stage(run.config(), name).referenced_stages().values()
         return {reference: self.digest(_qualify(reference, run)) for reference in references}
 
+    def needed_digests(self, reference: str) -> dict[str, str]:
+        """The stages that drawing with a stage loads, itself left out → digests of their newest weights."""
+        run, name = locate_stage(reference, self.run)
+        config, digests = read_stage(run.config(), name).config, {}
+        for key in (*config.references, *config.sample_references):
+            if isinstance(other := getattr(config, key), str):
+                path = _qualify(other, run)
+                digests[path] = self.digest(path)
+                digests |= self.needed_digests(path)
+        return digests
+
     def check_references(self, run: RunFolder, name: str, saved: checkpoint.Checkpoint) -> None:
         """Warn if a stage that this one refers to was trained further since: its tokens mean something else now."""
         digests = saved.state().get("references", {})

@@ -271,7 +271,7 @@ class Studio:
         run_id = request.path_params["run_id"]
         run = self.index.find(run_id)
         if run is None:
-            self.index.refresh(age=1.0)  # a page may name a run that has just appeared
+            self.index.refresh()  # a page may name a run that has just appeared
             run = self.index.find(run_id)
         if run is None:
             raise HTTPException(404)

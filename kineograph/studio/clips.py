@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image, ImageSequence, UnidentifiedImageError
 
 from kineograph.core.errors import Unreadable
-from kineograph.core.safe_media import MediaLimits, Meter, decode_packets, open_image, open_video
+from kineograph.core.safe_media import MediaLimits, Meter, decode_packets, is_animation, open_image, open_video
 from kineograph.data.picture import make_upright, pixel_aspect, quarter_turns, to_channels
 from kineograph.studio.run_files import OutsideRun, open_file
 
@@ -123,11 +123,11 @@ def _read(data: bytes) -> Iterator[tuple[Image.Image, float]]:
         yield from _read_video(data, meter)
         return
     with picture:
-        is_still = getattr(picture, "n_frames", 1) == 1
-        for frame in ImageSequence.Iterator(picture):
+        moves = is_animation(picture)
+        for frame in ImageSequence.Iterator(picture) if moves else [picture]:
             meter.count_frame(*frame.size)
             frame.load()  # WebP knows the duration only then
-            image = to_channels(make_upright(frame) if is_still else frame, 3)
+            image = to_channels(frame if moves else make_upright(frame), 3)
             milliseconds = frame.info.get("duration") or 0
             yield image, (milliseconds if milliseconds > 10 else 100) / 1000  # as viewers do
 

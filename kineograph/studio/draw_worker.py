@@ -85,17 +85,18 @@ class Worker:
         """Load the model, unless it is loaded already."""
         from kineograph.core.run_folder import RunFolder
         from kineograph.sample.sampler import Sampler
-        from kineograph.stage.load import choose_sampling_stage
+        from kineograph.stage.load import StageLoader, choose_sampling_stage
         from kineograph.train import checkpoint
 
         folder = RunFolder.existing(request.run)
         stage = choose_sampling_stage(folder, request.stage)
         saved = checkpoint.select(folder.checkpoints(stage), request.checkpoint)
-        # The digest: a run may be removed, and trained again under its name.
-        key = (request.run, stage, saved.step, request.ema, saved.digest())
+        # The digests: a run may be removed and trained again under its name, or its codec trained further.
+        digests = (saved.digest(), *sorted(StageLoader(folder).needed_digests(stage).items()))
+        key = (request.run, stage, saved.step, request.ema, digests)
         return self._load(key, lambda: Sampler.open(folder, saved.step, stage, ema=request.ema))
 
-    def _load(self, key: tuple[Any, str, int, bool | None, str], load: Callable[[], Any]) -> Any:
+    def _load(self, key: tuple[Any, str, int, bool | None, Any], load: Callable[[], Any]) -> Any:
         """What `load` returns, kept until another key is asked for."""
         if key != self._key:
             self.say("loading", model=f"{key[1]}, step {key[2]:,}")

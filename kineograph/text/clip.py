@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.capabilities import ChecksHealth, ComparesSamples, SupportsEmbedding
+from kineograph.core.capabilities import ChecksHealth, ComparesSamples, ComparesWithinBatch, SupportsEmbedding
 from kineograph.core.config import StageConfig
 from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import ConfigError, InputError
@@ -81,7 +81,7 @@ class ImageTower(nn.Module):
         return self.transformer(self.patches(x) + self.positions()).mean(1)  # N D
 
 
-class TrainedClip(Task, SupportsEmbedding, ComparesSamples, ChecksHealth):
+class TrainedClip(Task, SupportsEmbedding, ComparesSamples, ComparesWithinBatch, ChecksHealth):
     Config = ClipConfig
 
     def __init__(self, config: ClipConfig, context: BuildContext) -> None:
@@ -164,6 +164,12 @@ class TrainedClip(Task, SupportsEmbedding, ComparesSamples, ChecksHealth):
                 "temperature": Mean(rows / shared.scale.detach(), rows),
                 "chance": Mean(shared.chance, rows),
             },
+        )
+
+    def describe_micro_batch(self, clips: int) -> str | None:
+        return (
+            f"tells each picture from the {clips:,} captions of a micro-batch, not of the batch: set train.accumulate=1, with a smaller "
+            "train.batch_size or train.checkpointing=true if memory is short"
         )
 
     def health_limits(self) -> tuple[Limit, ...]:

@@ -364,11 +364,21 @@ def latest(folder: Path, note: Note = discard) -> Checkpoint | None:
 
 
 def latest_on_all_ranks(folder: Path, note: Note = discard) -> Checkpoint | None:
-    """What `latest` finds on rank 0, for all ranks, so that all go on from the same step."""
+    """What `latest` finds on rank 0, for all ranks, so that all go on from the same step.
+
+    Raises InputError if every checkpoint is damaged: to begin anew would prune what may still be repaired.
+    """
     own = latest(folder, note) if distributed.is_first() else None
+    newest = saved_steps(folder)[-1:] if own is None and distributed.is_first() else []
+    damage = [find_damage(checkpoint_at(folder, step).path) for step in newest]
+    step, damage = distributed.broadcast_object([None if own is None else own.step, damage])
+    if damage:
+        raise InputError(
+            f"every checkpoint in {folder} is damaged (the newest: {damage[0]}): put back a copy of one, or remove the folder to train "
+            "the stage from step 0"
+        )
     if not distributed.is_active():
         return own
-    step = distributed.broadcast_object(None if own is None else own.step)
     if step is not None and not checkpoint_at(folder, step).path.is_dir():
         raise InputError(
             f"rank {distributed.rank()} does not see {checkpoint_at(folder, step).path}, which rank 0 sees: put the run folder on a disk "

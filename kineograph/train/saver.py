@@ -60,6 +60,7 @@ class HostBuffers:
 
 def _allocate_like(value: Tensor) -> Tensor:
     if value.is_cuda:
+        # torch rounds pinned tensors up to powers of two bytes: up to twice the memory, and no setting of all its versions avoids it.
         with suppress(RuntimeError):  # the system allows no more pinned memory: pageable memory is slower, but works
             return torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     return torch.empty(value.shape, dtype=value.dtype)
@@ -196,7 +197,7 @@ def _write_shards(folder: Path, step: int, copies: dict[str, dict[str, Any]], te
     except (_RankFailed, OSError) as error:
         raise checkpoint.save_error(folder, step, temporary, error) from error
     except Exception as error:  # mostly of gloo
-        reason = distributed.describe_peer_failure(error) or f"{type(error).__name__}: {error}"
+        reason = distributed.describe_group_failure(error) or f"{type(error).__name__}: {error}"
         raise checkpoint.save_error(folder, step, temporary, reason, "fix that") from error
 
 

@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 from kineograph.core.errors import Unreadable
-from kineograph.core.safe_media import MediaLimits, Meter
-from kineograph.data.decode import _gif_delays, decode_media, probe_media
+from kineograph.core.safe_media import MediaLimits, Meter, read_gif_delays
+from kineograph.data.decode import decode_media, probe_media
 from kineograph.data.media_config import DecodeOptions
 from kineograph.data.picture import to_channels
 from kineograph.data.transforms import ResizeCrop
@@ -246,13 +246,13 @@ def test_eight_fps_gif_whose_delays_are_rounded_keeps_its_frames(tmp_path, rng):
     assert shown(decode(tmp_path / "a.gif", "a", wanted(frames=6, fps=8), rng)) == [0, 1, 2, 3, 4, 5]
 
 
-def test__gif_delays_match_pillow(tmp_path):
+def test_gif_delays_match_pillow(tmp_path):
     animation(tmp_path / "a.gif", [30, 70, 250])
     data = (tmp_path / "a.gif").read_bytes()
-    assert _gif_delays(data, Meter(MediaLimits())) == [0.03, 0.07, 0.25]
-    assert _gif_delays(data[:-1], Meter(MediaLimits())) == [0.03, 0.07, 0.25]  # many lack the trailer
+    assert read_gif_delays(data, Meter(MediaLimits())) == [0.03, 0.07, 0.25]
+    assert read_gif_delays(data[:-1], Meter(MediaLimits())) == [0.03, 0.07, 0.25]  # many lack the trailer
     with pytest.raises(Unreadable, match="inside frame 3"):
-        _gif_delays(data[:-6], Meter(MediaLimits()))
+        read_gif_delays(data[:-6], Meter(MediaLimits()))
 
 
 def test_unset_delays_play_as_in_a_viewer(tmp_path):

@@ -127,6 +127,9 @@ def test_an_animation_that_is_too_large_in_all_is_not_decoded(tmp_path, monkeypa
         decode(path, animation_pixels=3_599)
     with pytest.raises(Unreadable, match=reason):
         probe_media(path, suffix, "a", limits=MediaLimits(animation_pixels=3_599))
+    monkeypatch.setattr("kineograph.media.clips._LIMITS", MediaLimits(animation_pixels=3_599))
+    with pytest.raises(InputError, match=reason):  # --prime, --mask, --sketch, pictures of prompts
+        next(read_frames(path))
 
 
 def test_a_gif_whose_canvas_grows(tmp_path):
@@ -146,7 +149,7 @@ def test_a_clip_to_continue_that_fills_the_memory(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"4 frames of 16 × 16 pixels.*scale it down"):
         prime._read_last_images(path, None, 5)
     monkeypatch.setattr("kineograph.media.clips._LIMITS", MediaLimits(animation_pixels=1_000))
-    with pytest.raises(InputError, match=r"4 frames of 16 × 16.*1,000 pixels in all"):
+    with pytest.raises(InputError, match=r"5 frames of 16 × 16.*1,000 pixels in all"):
         prime._read_last_images(path, None, 3)
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from kineograph.cli import app
 from kineograph.core.errors import InputError
 from kineograph.core.metric_options import MetricOptions
+from kineograph.evaluate import picture_sets
 from kineograph.evaluate.picture_sets import open_folder
 from kineograph.evaluate.runner import evaluate
 from kineograph.evaluate.saved_statistics import read_statistics
@@ -359,3 +360,10 @@ def test_an_item_that_fills_the_memory_is_refused(tmp_path):
         frames[0].save(tmp_path / name / "a.gif", save_all=True, append_images=frames[1:])
     with pytest.raises(InputError, match=r"40 frames of 2000 × 2000 pixels, .* give --size, or a smaller --frames"):
         compare_sets(tmp_path / "drawn", tmp_path / "real", ["paired"])
+
+
+def test_a_batch_of_large_items_is_split(tmp_path, monkeypatch):
+    for name in "abcde":
+        Image.new("RGB", (16, 16)).save(tmp_path / f"{name}.png")
+    monkeypatch.setattr(picture_sets, "MAX_VALUES", 2 * 3 * 16 * 16)
+    assert [len(clips.pixels) for clips in open_folder(tmp_path).batches(32)] == [2, 2, 1]

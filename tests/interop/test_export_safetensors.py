@@ -14,6 +14,7 @@ from kineograph.core.atomic_folder import write_atomically
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder
 from kineograph.interop.export_run import export_safetensors
+from kineograph.run.listing import list_runs
 from kineograph.train import checkpoint
 
 
@@ -50,15 +51,16 @@ def test_averaged_weights_of_every_stage(run: RunFolder, tmp_path: Path) -> None
     notes: list[str] = []
     files = export_safetensors(run, tmp_path / "out", note=notes.append)
     assert {path.name for path in files} == {
-        "config.yaml", "first.safetensors", "first.json", "second.safetensors", "second.json"
+        "run.yaml", "first.safetensors", "first.json", "second.safetensors", "second.json"
     }  # fmt: skip
     assert torch.equal(load_file(tmp_path / "out" / "first.safetensors")["w"], torch.tensor([100.0, 120.0]))
     assert torch.equal(load_file(tmp_path / "out" / "second.safetensors")["w"], torch.tensor([1.0, 2.0]))
     told = json.loads((tmp_path / "out" / "first.json").read_text())
     assert told["step"] == 20 and told["weights"] == "ema" and told["assets"] == {"words": "a b"}
     assert json.loads((tmp_path / "out" / "second.json").read_text())["weights"] == "online"
-    assert (tmp_path / "out" / "config.yaml").read_text() == run.config_file.read_text()
+    assert (tmp_path / "out" / "run.yaml").read_text() == run.config_file.read_text()
     assert any("third" in line for line in notes)
+    assert [row.name for row in list_runs(tmp_path)] == [run.path.name], "an export is no run"
 
 
 def test_online_weights_and_other_checkpoints(run: RunFolder, tmp_path: Path) -> None:

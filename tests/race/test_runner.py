@@ -25,6 +25,25 @@ def test_a_command_that_fails_gives_its_code_and_last_line(tmp_path: Path) -> No
     assert entry.log.read_text().startswith("$ kineo presets nothing-like-it\n")
 
 
+def test_a_weak_family_is_judged_and_a_failed_evaluation_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = Entry("muse", 0, tmp_path)
+    entry.log.parent.mkdir()
+    printed = "tokenizer: fatal: codec_collapsed: too low."
+    popen = subprocess.Popen
+
+    def print_and_fail(command: list[str], **options: object) -> subprocess.Popen:
+        return popen([sys.executable, "-c", f"print({printed!r}); exit(1)"], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", print_and_fail)
+    runner = Runner(Judge(1), print)
+    assert runner._call(entry, dict(os.environ), ["evaluate", "x"], (0, 4)) == [printed]
+    printed = "error: no space left on the device"
+    with pytest.raises(CommandFailed, match="kineo evaluate ended with code 1: no space left"):
+        runner._call(entry, dict(os.environ), ["evaluate", "x"], (0, 4))
+
+
 def test_skipped_metrics_are_named_once() -> None:
     said: list[str] = []
     runner = Runner(Judge(1), said.append)

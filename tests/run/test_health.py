@@ -96,6 +96,25 @@ def test_a_failed_run_is_listed_drawn_and_evaluated_as_such(collapsed: Path, tmp
     assert "codec_collapsed" in [finding["name"] for finding in written["findings"]["tokenizer"]]
 
 
+def test_commands_that_judge_a_collapsed_run_say_so(collapsed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = collapsed / "run"
+    assert kineo("evaluate", run, "--metrics", "loss,fvd", "--samples", 16, "--device", "cpu") == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "tokenizer: fatal: codec_collapsed: " in printed and f"wrote {run}/evaluation.json" in printed
+    assert kineo("compare", run, run) == 0
+    assert "run: tokenizer: codec_collapsed: explained_variance is" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_trial_is_evaluated_without_a_fatal_finding(tmp_path: Path) -> None:
+    only = {"tokenizer": COLLAPSE["stages"]["tokenizer"]}
+    path = tmp_path / "trial.yaml"
+    path.write_text(yaml.safe_dump({**COLLAPSE, "stages": only}, sort_keys=False))
+    assert kineo("train", path, "--run", tmp_path / "run", "train.steps=50") == 0
+    found = evaluate(tmp_path / "run", ["loss"], samples=16, device="cpu", note=lambda line: None)
+    assert any(line.startswith("tokenizer: warning: codec_collapsed: ") for line in found.findings)
+    assert found.fatal == []
+
+
 def test_a_generator_of_another_run_is_warned_of_the_codec(collapsed: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     StageLoader(RunFolder(tmp_path), note=notes.append).load(f"{collapsed}/run/tokenizer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,21 @@ def test_every_stage_is_typed() -> None:
     assert (first.players["generator"].lr, first.players["critic"].lr) == (1e-3, 5e-3)
     assert (first.spec.data.shape.frames, second.spec.data.shape.frames, second.spec.data.shape.height) == (1, 3, 16)
     assert second.spec.config.codec == "first"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("task", "clip"), [("vqgan", 0.1), ("cvivit", 0.5), ("causal_vae", 1.0)])
+def test_a_codec_of_your_own_has_the_optimizer_of_the_measured_presets(task: str, clip: float) -> None:
+    def players(train: dict[str, Any], own: dict[str, Any], **section: Any) -> list[tuple[Any, float | None]]:
+        stage = {"task": task, "train": own, **section}
+        plan = make_plan({"data": {"source": "moving_digits"}, "train": train, "stages": {"codec": stage}})
+        assert make_plan(plan.tree()).tree() == plan.tree()
+        return [(player.betas, player.clip) for player in plan.stage("codec").players.values()]
+
+    other = ((0.9, 0.99), 1.0)
+    assert players({}, {}) == [((0.9, 0.95), clip), other]
+    assert players({"betas": [0.9, 0.999]}, {"clip": None}) == [((0.9, 0.999), None)] * 2
+    own = {"generator": {"clip": 2.0}, "discriminator": {"betas": [0.5, 0.9]}}
+    assert players({}, {}, players=own) == [((0.9, 0.95), 2.0), ((0.5, 0.9), 1.0)]
 
 
 def test_the_saved_tree_is_enough_and_survives_yaml() -> None:

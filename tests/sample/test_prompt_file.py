@@ -119,6 +119,13 @@ def test_files_without_prompts_are_refused(tmp_path, monkeypatch):
         read_prompts(write_lines(tmp_path / "p.txt", "a 3 moves left"))
 
 
+def test_a_file_of_endless_prompts_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(prompt_file, "MAX_PROMPTS", 2)
+    assert len(read_prompts(write_lines(tmp_path / "p.txt", "a", "", "# c", "b"))) == 2
+    with pytest.raises(InputError, match=r"p\.txt, line 4: more than 2 prompts in a file: split it into several"):
+        read_prompts(write_lines(tmp_path / "p.txt", "a", "", "b", "c"))
+
+
 def test_fields_that_the_family_cannot_use_are_refused_before_it_is_loaded(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run").path
     monkeypatch.setattr("kineograph.stage.load.load_weights", lambda *_: pytest.fail("the model was loaded"))

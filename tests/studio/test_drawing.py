@@ -90,11 +90,13 @@ def test_a_drawing_is_repeated_by_its_command_and_the_model_stays_loaded(stored:
     assert "loading" in worker.draw(stored, prompts=["a 3 moves left"], ema=False)
 
 
-def test_a_run_that_was_trained_again_under_its_name_is_loaded_again(stored: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["generator", "tokenizer"])
+def test_a_run_that_was_trained_again_under_its_name_is_loaded_again(stored: Path, tmp_path: Path, stage: str) -> None:
     run, worker = tmp_path / "run", Ear()
     shutil.copytree(stored, run)
     assert "loading" in worker.draw(run, prompts=["a 3 moves left"], steps=1)
-    manifest = next((run / "generator" / "checkpoints").glob("step-*/manifest.json"))
+    assert "loading" not in worker.draw(run, prompts=["a 3 moves left"], steps=1)
+    manifest = next((run / stage / "checkpoints").glob("step-*/manifest.json"))
     tree, weights = json.loads(manifest.read_text()), manifest.with_name("ema.safetensors")
     save_file({name: value * 0.5 for name, value in load_file(weights).items()}, weights)
     tree["files"][weights.name]["sha256"] = hashlib.sha256(weights.read_bytes()).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from kineograph.core.run_folder import RunFolder
+from kineograph.studio.clips import decode_frames
 from kineograph.studio.report import write_report
 from kineograph.studio.runs import make_id
 from tests.studio.conftest import TOKEN, open_client
@@ -176,3 +179,11 @@ def test_a_folder_whose_name_is_not_text_is_shown(tmp_path: Path) -> None:
     for tab in ("", "/wall", "/draw", "/config"):
         assert client.get(base + tab).status_code == 200
     assert client.get(f"{base}/sheet/generator/samples/step-00000100/clip-0000.gif").status_code == 200
+
+
+def test_the_pages_of_a_picture_are_not_counted() -> None:
+    """Pillow follows the pages of a TIFF one by one: half a million fit into a file that is read."""
+    pages, out = [Image.new("L", (8, 8), 50 * number) for number in range(5)], io.BytesIO()
+    pages[0].save(out, "TIFF", save_all=True, append_images=pages[1:])
+    frames, _ = decode_frames(out.getvalue(), "x.png")
+    assert [frame.getpixel((0, 0)) for frame in frames] == [(0, 0, 0)]

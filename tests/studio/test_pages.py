@@ -40,6 +40,12 @@ def test_a_damaged_run_is_listed_with_its_problem_and_has_a_page(client: TestCli
         assert client.get(address(runs, "torn") + tab).status_code == 200, tab
 
 
+def test_a_run_that_has_just_appeared_has_a_page(client: TestClient, runs: Path) -> None:
+    client.get("/")
+    write_run(runs / "new")
+    assert client.get(address(runs, "new")).status_code == 200
+
+
 def test_a_run_that_can_go_on_says_how(client: TestClient, runs: Path) -> None:
     path = write_run(runs / "cut", steps=900)
     client.get("/")

@@ -179,6 +179,10 @@ def test_when_all_are_damaged(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
     with pytest.raises(InputError, match="every checkpoint is damaged"):
         checkpoint.select(tmp_path)
+    with pytest.raises(
+        InputError, match=r"every checkpoint in .* is damaged \(the newest: model.safetensors does not match"
+    ):
+        checkpoint.latest_on_all_ranks(tmp_path)
 
 
 # Keeping ---------------------------------------------------------------------------------------------------------
