@@ -183,9 +183,12 @@ def _stop_at(end: float, frames: Iterator[tuple[float, av.VideoFrame]]) -> Itera
 
 
 def _iterate_frames(
-    container: Any, stream: Any, start: float, timing: Timing, truncated: bool, meter: Meter
+    container: Any, stream: Any, start: float, timing: Timing, truncated: bool, meter: Meter, primed: bool = False
 ) -> Iterator[tuple[float, av.VideoFrame]]:
-    """(seconds, frame) from the keyframe at or before `start`, in presentation order."""
+    """(seconds, frame) from the keyframe at or before `start`, in presentation order.
+
+    `primed`: the decoder has seen the first picture.
+    """
     import av
 
     clock = float(stream.time_base)
@@ -199,6 +202,12 @@ def _iterate_frames(
             # The container's index is wrong: restart at the beginning.
             if first and start > 0 and at > start + TOLERANCE:
                 yield from _iterate_frames(container, stream, 0.0, timing, truncated, meter)
+                return
+            # The version of x264, which decides how its older 4:4:4 is decoded, stands in the first picture only.
+            if first and start > 0 and frame.is_corrupt and not primed:
+                _seek(container, stream, timing.first, 0.0)
+                next(decode_packets(container, stream), None)
+                yield from _iterate_frames(container, stream, start, timing, truncated, meter, primed=True)
                 return
             first, last = False, at
             yield at, frame

@@ -125,8 +125,9 @@ def describe_estimate(estimate: Estimate, data: StageData, cursor: Cursor = STAR
     line("data", f"{stage.spec.data.source}, {f'{items:,} items' if items < 2**32 else 'endless'}")
     shape = stage.spec.data.shape
     line(
-        "clip",
-        f"{_plural(shape.frames, 'frame')} of {shape.height} × {shape.width}, {_plural(shape.channels, 'channel')}"
+        "clip" if shape.frames > 1 else "picture",
+        (f"{shape.frames} frames of " if shape.frames > 1 else "")
+        + f"{shape.height} × {shape.width}, {_plural(shape.channels, 'channel')}"
         + (f" → {estimate.encoded}" if estimate.encoded else "")
         + (f"; {estimate.tokens:,} in a sequence" if estimate.tokens else ""),
     )

@@ -36,10 +36,13 @@ class Gaussian:
 
 
 class Moments:
-    """Running sums of features in float64, so memory does not grow with the samples."""
+    """Running sums of features in float64, so memory does not grow with the samples.
 
-    def __init__(self, width: int, device: torch.device) -> None:
-        self.width = width
+    `population`: divide the covariance by the number of samples n, not by n − 1.
+    """
+
+    def __init__(self, width: int, device: torch.device, population: bool = False) -> None:
+        self.width, self.population = width, population
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.total = torch.zeros(width, dtype=torch.float64, device=device)
         self.products = torch.zeros(width, width, dtype=torch.float64, device=device)
@@ -57,7 +60,8 @@ class Moments:
         )
         number = int(count)
         mean = total / max(number, 1)
-        covariance = (products - number * torch.outer(mean, mean)) / max(number - 1, 1)
+        divisor = number if self.population else number - 1
+        covariance = (products - number * torch.outer(mean, mean)) / max(divisor, 1)
         return Gaussian(mean, covariance, number)
 
 

@@ -40,6 +40,11 @@ def find_preset(name: str) -> Path:
     if os.path.isfile(os.path.join(name, "config.yaml")):
         path = shorten(name)
         raise ConfigError(f"{path} is a run folder: name {path}/config.yaml, or continue it: kineo train --run {path}")
+    if os.path.isdir(name):
+        path = shorten(name)
+        raise ConfigError(
+            f"{path} is a folder, neither a preset nor a config: for pictures or clips, give data.source=folder data.folder={path}"
+        )
     if "/" in name:
         raise ConfigError(f"{shorten(name)} is neither a file nor a run folder (kineo runs lists the runs)")
     close = difflib.get_close_matches(name, preset_names(), n=1)

@@ -334,9 +334,10 @@ class _StageTraining:
     def _describe(self, task: Task, start: Cursor) -> None:
         trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
         tokens = task.tokens_per_clip()
+        item = "clip" if self.stage.spec.data.shape.frames > 1 else "picture"
         self.run.note(
             f"{self.stage.name}: {type(task).__name__}, {trained / 1e6:.2f} M parameters"
-            + (f", {tokens} tokens a clip" if tokens else "")
+            + (f", {tokens} tokens a {item}" if tokens else "")
             + f", on {self.device}"
             + (f", from step {start.step}" if start.step else "")
             + (f", to {start.phase}" if start.phase != "train" else "")

@@ -82,6 +82,32 @@ def test_seeking_decodes_little(tmp_path, make_video, counting, numbers, monkeyp
         assert len(converted) <= 10 + 5  # a group of pictures, and what is taken
 
 
+def test_seeking_where_the_decoder_needs_the_first_picture(tmp_path, make_video, counting, numbers, monkeypatch):
+    """As in 4:4:4 of old versions of x264: frames behind a seek are garbage unless the first picture was decoded."""
+    path = make_video(tmp_path / "a.mp4", counting(60), fps=30)
+    decode_packets, told = video.decode_packets, set()
+
+    class Garbage:
+        is_corrupt, width, height = True, 48, 32
+
+        def __init__(self, pts):
+            self.pts = pts
+
+    def decode_as_old_x264(container, stream):
+        for frame in decode_packets(container, stream):
+            if frame.time == 0:
+                told.add(container)
+            yield frame if container in told else Garbage(frame.pts)
+
+    monkeypatch.setattr(video, "decode_packets", decode_as_old_x264)
+    firsts = set()
+    for seed in range(5):
+        found = take(path, numbers, seed, frames=4, fps=10.0)[0]
+        assert found == [found[0] + 3 * index for index in range(4)]
+        firsts.add(found[0])
+    assert max(firsts) > 20
+
+
 def test_one_frame_of_a_video(tmp_path, make_video, counting, numbers):
     path = make_video(tmp_path / "a.mp4", counting(30), fps=30)
     found = {take(path, numbers, seed, frames=1, fps=8.0)[0][0] for seed in range(40)}

@@ -357,6 +357,7 @@ def test_with_a_file_every_stage_is_described(
     assert "first: skipped" in text
     for part in (
         "second: Toy, 26.8 k parameters to train",
+        "  picture       ",
         "12 in a sequence",
         "weights",
         "activations",

@@ -9,12 +9,14 @@ from PIL import Image
 from torch import nn
 from torchmetrics.functional.image import structural_similarity_index_measure
 
+from kineograph.core.batch import Shape
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
 from kineograph.core.metric_options import MetricOptions
 from kineograph.evaluate.extractor import i3d, inception
 from kineograph.evaluate.extractor.registry import Extractor, Extractors
-from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped
+from kineograph.evaluate.metric.fvd import Fvd
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, MetricSkipped
 from kineograph.evaluate.similarity import psnr, ssim
 from kineograph.evaluate.statistics import inception_score, kernel_distance
 from tests.evaluate.test_extractors import Colours, random_weights, scripted
@@ -82,6 +84,28 @@ def test_i3d_resizes_from_the_corner_or_at_half_pixels():
         network.set_mode(mode)
         seen = first_input(network, torch.from_numpy(clip)[None].float() / 255)  # 1 3 T H W
         assert np.abs(seen[0, 1, 1] - (bilinear(clip[1, 1] / 255, 224, shift) * 2 - 1)).max() < 1e-4
+
+
+def test_fvd_as_cd_fvd_computes_it():
+    """Its batch norms have ε = 1e-5, where TensorFlow has 1e-3, and its covariances are divided by n."""
+    network = i3d.I3D()
+    network.load_state_dict(random_weights(network))
+    unit, pixels = network.layers[2], torch.randn(2, 64, 1, 2, 2)
+    for mode, eps in (("tensorflow", 1e-3), ("pytorch", 1e-5)):
+        network.set_mode(mode)
+        expected = torch.einsum("oi,bithw->bothw", unit.weight[..., 0, 0, 0], pixels)
+        shape = (1, 64, 1, 1, 1)
+        expected = (expected - unit.mean.view(shape)) / (unit.var.view(shape) + eps).sqrt() + unit.bias.view(shape)
+        assert torch.allclose(unit(pixels), expected.relu(), atol=1e-5), mode
+    clips = torch.rand(3, 10, 3, 8, 8)
+    context = EvalContext("", None, None, Shape(10, 8, 8, 3, 8.0), CPU, None, Extractors(CPU))
+    for mode, divisor in (("tensorflow", 2), ("pytorch", 3)):
+        network.set_mode(mode)
+        metric = Fvd(Extractor(network, "i3d", CPU), context)
+        features = metric.extractor.features(clips).double()
+        metric.sides.add("real", features)
+        centred = features - features.mean(0)
+        assert torch.allclose(metric.sides.gaussian("real").covariance, centred.T @ centred / divisor)
 
 
 def test_a_picture_of_the_networks_size_is_not_touched():

@@ -218,6 +218,7 @@ def test_a_resolved_config_takes_a_key_of_its_own_source(shelf: Path) -> None:
         (["small", "stages.third.train.nothing=3"], "stages.third.task is required"),
         (["small", "nothing_like_it=3"], "unknown key nothing_like_it: known here: data, evaluate, name"),
         (["runs/gone"], "runs/gone is neither a file nor a run folder"),
+        (["presets"], "for pictures or clips, give data.source=folder data.folder=presets"),
         (["small", "stages.first.task=nowhere.flow"], "Python finds no module nowhere: install it, or add the folder"),
         (["small", "stages.first.task=tests.flow"], "stages.first.task=tests.flow is not known"),
         (["small", "stages.first.task=tests.train.toy_tasks.Toi"], "the module tests.train.toy_tasks has no Toi"),

@@ -62,6 +62,12 @@ class I3D(FeatureNetwork):
         self.fc = nn.Conv3d(width, self.width, 1)
         self.set_mode("tensorflow")
 
+    def set_mode(self, mode: str) -> None:
+        super().set_mode(mode)
+        for part in self.layers.modules():
+            if isinstance(part, Unit):
+                part.eps = 1e-5 if mode == "pytorch" else Unit.eps  # cd-fvd's, with the same weights
+
     def forward(self, clips: Tensor) -> Tensor:
         count = clips.shape[0]
         assert self.mode is not None

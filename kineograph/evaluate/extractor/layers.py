@@ -52,6 +52,7 @@ class Unit(nn.Module):
     mean: Tensor
     var: Tensor
     scale: Tensor | None
+    eps = 1e-3
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Unit(nn.Module):
             x = pad_same(x, self.kernel, self.stride)
         convolve = F.conv2d if len(self.kernel) == 2 else F.conv3d
         x = convolve(x, self.weight, stride=self.stride, groups=self.groups)
-        x = F.batch_norm(x, self.mean, self.var, self.scale, self.bias, eps=1e-3)
+        x = F.batch_norm(x, self.mean, self.var, self.scale, self.bias, eps=self.eps)
         return self.activation(x) if self.activation is not None else x
 
 

@@ -60,9 +60,11 @@ class Fid:
 class TwoSides:
     """Mean and covariance of real and of generated features, each from sums or from saved statistics."""
 
-    def __init__(self, metric: str, width: int, protocol: dict[str, Any], context: EvalContext) -> None:
+    def __init__(
+        self, metric: str, width: int, protocol: dict[str, Any], context: EvalContext, population: bool = False
+    ) -> None:
         self.metric, self.width, self.protocol = metric, width, protocol
-        self.moments = {side: Moments(width, context.device) for side in ("real", "generated")}
+        self.moments = {side: Moments(width, context.device, population) for side in ("real", "generated")}
         self.loaded: dict[str, tuple[Gaussian, str]] = {}  # side → statistics, label
 
     def add(self, side: Side, features: Tensor) -> None:

@@ -21,7 +21,8 @@ class Fvd:
         self.first = context.options.fvd_frames  # None: all frames
         self.held_out = not context.reference
         protocol = {**extractor.protocol, "frames": self.first or "all"}
-        self.sides = TwoSides("fvd", extractor.width(context.shape, clips=True), protocol, context)
+        population = extractor.network.mode == "pytorch"  # cd-fvd divides by the number of clips
+        self.sides = TwoSides("fvd", extractor.width(context.shape, clips=True), protocol, context, population)
         self.lengths: dict[str, dict[int, int]] = {"real": {}, "generated": {}}  # frames of a clip → clips
         self.short = {"real": 0, "generated": 0}  # clips that were not counted
 
