@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
-from kineograph.core.capabilities import SupportsSampling
+from kineograph.core.capabilities import RoutesCaptions, SupportsSampling
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Task
@@ -17,7 +17,7 @@ from kineograph.process.guidance import check_generator_dropout
 from kineograph.process.masking import Critic, CriticLoss, score_critic
 
 
-class MuseCritic(Task, SupportsSampling):
+class MuseCritic(Task, SupportsSampling, RoutesCaptions):
     Config = CriticConfig
 
     def __init__(self, config: CriticConfig, context: BuildContext) -> None:
@@ -71,6 +71,9 @@ class MuseCritic(Task, SupportsSampling):
             return lambda tokens, step: self.score_tokens(tokens, condition)[..., 0]
 
         return self.generator.sample(prompts, options, make_critic)
+
+    def takes_captions(self) -> bool:
+        return self.generator.takes_captions()
 
     def compile_targets(self) -> list[nn.Module]:
         return [self.network]

@@ -15,9 +15,11 @@ from kineograph.core.batch import Batch, Prompts
 from kineograph.core.capabilities import (
     ChecksHealth,
     DescribesStart,
+    RoutesCaptions,
     SupportsCaching,
     SupportsSampling,
     SupportsUpscaling,
+    takes_captions,
 )
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.health import Limit
@@ -44,7 +46,7 @@ LOW_RES = "low_res_tokens"  # in Batch.extra: B M, of a cache
 MakeCritic = Callable[[Condition], Critic]
 
 
-class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, DescribesStart, ChecksHealth):
+class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, RoutesCaptions, DescribesStart, ChecksHealth):
     Config = MuseConfig
 
     def __init__(self, config: MuseConfig, context: BuildContext) -> None:
@@ -175,7 +177,9 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
 
     # sampling ------------------------------------------------------------------------------------------------------
 
-    def encode_prompts(self, prompts: Prompts) -> tuple[Condition, Condition | None]:
+    def encode_prompts(
+        self, prompts: Prompts, options: MuseSample | None = None
+    ) -> tuple[Condition, Condition | None]:
         """→ conditions of the prompts, and of the negative or null prompts (None: the prompts are the null text)"""
         shape = self.shape
         size = (prompts.frames or 1, prompts.height or shape.height, prompts.width or shape.width)
@@ -183,11 +187,11 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
             raise InputError(
                 f"frames × height × width = {size} cannot be drawn: this muse was trained for {(1, shape.height, shape.width)}"
             )
-        low_res = self.get_prompted_low_res(prompts)
+        low_res = self.get_prompted_low_res(prompts, options)
         positive, negative = encode_prompts(self.text, prompts)
         return Condition(*positive, low_res), None if negative is None else Condition(*negative, low_res)
 
-    def get_prompted_low_res(self, prompts: Prompts) -> Tensor | None:
+    def get_prompted_low_res(self, prompts: Prompts, options: MuseSample | None = None) -> Tensor | None:
         """Tokens of the smaller image: of the given image, sampled by the base generator, or of the real sample beside the prompt."""
         if not self.can_upscale():
             return None
@@ -196,12 +200,21 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
         if self._draws_base(prompts):
             base = self.stage("base", Muse)
             base_prompts = Prompts(prompts.noise, prompts.captions, prompts.negative, batch=prompts.batch)
-            return base.sample_tokens(base_prompts, base.config.sample).flatten(1)
+            return base.sample_tokens(base_prompts, self._make_base_options(base, options)).flatten(1)
         if prompts.batch is None:
             raise InputError(
                 f"low_res={self.config.low_res} is a codec and there is no image to upscale: give one with --prime"
             )
         return self.get_low_res_tokens(prompts.batch)
+
+    def _make_base_options(self, base: Muse, options: MuseSample | None) -> MuseSample:
+        """The base's own; a stage without text passes the requested guidance down."""
+        passes_down = self.text is None and options is not None and options.guidance != self.config.sample.guidance
+        changes = {"guidance": options.guidance} if options is not None and passes_down else {}
+        return base.config.sample.model_copy(update=changes)
+
+    def takes_captions(self) -> bool:
+        return "captions" in self.reads or ("base" in self.stages and takes_captions(self.stages["base"]))
 
     def _draws_base(self, prompts: Prompts) -> bool:
         return "base" in self.stages and not (prompts.from_items and prompts.batch is not None)
@@ -220,7 +233,7 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
     @torch.no_grad()
     def sample_tokens(self, prompts: Prompts, options: MuseSample, make_critic: MakeCritic | None = None) -> Tensor:
         """Tokens for prompts, B 1 h w."""
-        positive, negative = self.encode_prompts(prompts)
+        positive, negative = self.encode_prompts(prompts, options)
         rows, length, device = len(prompts), self.grid[0] * self.grid[1], prompts.noise.device
         guide = options.guidance != 1 and negative is not None
         condition = positive.concat(negative) if guide and negative is not None else positive

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.capabilities import takes_captions
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import freeze
@@ -76,7 +77,7 @@ def test_sampling_starts_from_the_base_sample(large, base, monkeypatch):
     expected = base.sample_tokens(prompts, base.config.sample).flatten(1)
     assert torch.equal(task.encode_prompts(prompts)[0].low_res, expected)
     monkeypatch.setattr(
-        type(base), "get_prompted_low_res", lambda self, p: None if self is base else (expected + 5) % 16
+        type(base), "get_prompted_low_res", lambda self, p, o=None: None if self is base else (expected + 5) % 16
     )
     assert not torch.equal(drawn, task.sample_tokens(prompts, options))
 
@@ -156,3 +157,25 @@ def test_small_image_is_not_resized(large, codec):
         large(low_res="small").describe_start(Prompts(prompts.noise, CAPTIONS[:2]))
         == "real pictures made smaller, 16 × 16"
     )
+
+
+def test_a_stage_without_text_passes_captions_and_guidance_to_its_base(large, base):
+    task = large(text={"kind": "none"}).eval()
+    assert "captions" not in task.reads
+    assert takes_captions(task)
+    assert not takes_captions(large(low_res="small", text={"kind": "none"}))  # enlarges given pictures
+    with torch.no_grad():
+        base.head.weight.mul_(3)
+    prompts = Prompts(Noise.for_rows(0, 0, 4), CAPTIONS[:4])
+
+    def low_res(**options):
+        return task.encode_prompts(prompts, task.config.sample.model_copy(update=options))[0].low_res
+
+    def drawn(**options):
+        return base.sample_tokens(prompts, base.config.sample.model_copy(update=options)).flatten(1)
+
+    assert torch.equal(low_res(steps=2), drawn())
+    assert torch.equal(low_res(guidance=9.0), drawn(guidance=9.0))
+    assert not torch.equal(drawn(), drawn(guidance=9.0))
+    read = large().eval()  # has text of its own
+    assert torch.equal(read.encode_prompts(prompts, MuseSample(guidance=9.0))[0].low_res, drawn())
