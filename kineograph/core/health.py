@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kineograph.core.text_file import iterate_lines, parse_json
 
@@ -35,7 +35,13 @@ class Finding:
 
     @staticmethod
     def from_json(tree: Mapping[str, Any]) -> Finding:
-        return Finding(**{field.name: tree[field.name] for field in fields(Finding)})
+        """Raises ValueError, KeyError or TypeError for what `to_json` does not write: a run may be a stranger's."""
+        values = {field.name: tree[field.name] for field in fields(Finding)}
+        if not all(isinstance(values[name], str) for name in ("name", "evidence", "meaning", "remedy")):
+            raise TypeError("a text of a finding is no string")
+        if values["severity"] not in get_args(Severity):
+            raise ValueError(f"severity={values['severity']!r}: warning or fatal")
+        return Finding(**values)
 
 
 def _finite(value: float | None) -> float | None:
@@ -121,5 +127,5 @@ def read_findings(metrics: Path) -> Iterator[tuple[str, int, Finding]]:
             try:
                 record = parse_json(line)
                 yield str(record["stage"]), int(record["step"]), Finding.from_json(record["finding"])
-            except (ValueError, KeyError, TypeError):  # cut off by a kill
+            except (ValueError, KeyError, TypeError, OverflowError):  # cut off by a kill, or a stranger's
                 continue

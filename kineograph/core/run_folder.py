@@ -22,6 +22,25 @@ from kineograph.core.text_file import parse_json, read_regular
 from kineograph.core.trust import remember, require_trust
 
 
+def _find_problem(tree: Tree) -> str | None:
+    """What is wrong with the form of a saved config, which commands read without parsing all of it."""
+    stages = tree.get("stages")
+    if not isinstance(stages, dict) or not all(
+        isinstance(stage, dict) and isinstance(stage.get("task"), str) for stage in stages.values()
+    ):
+        return "stages must map each name to the keys of a stage"
+    sections = {key: tree.get(key, {}) for key in ("data", "train", "sample", "evaluate")}
+    numbers = {"seed": tree.get("seed", 0)}
+    for name, stage in stages.items():
+        sections |= {f"stages.{name}.{key}": stage.get(key, {}) for key in ("data", "train", "players")}
+        train = stage.get("train")
+        numbers[f"stages.{name}.train.steps"] = train.get("steps", 1) if isinstance(train, dict) else 1
+    for key, value in sections.items():
+        if not isinstance(value, dict):
+            return f"{key} must map keys to values"
+    return next((f"{key} must be a whole number" for key, value in numbers.items() if type(value) is not int), None)
+
+
 class RunFolder:
     """Paths of a run. See docs/architecture.md for what each file holds."""
 
@@ -63,11 +82,8 @@ class RunFolder:
     def config(self) -> Tree:
         """Read the saved config. A run may come from elsewhere: code that nobody typed here is refused."""
         tree = load_file(self.config_file)
-        stages = tree.get("stages")
-        if not isinstance(stages, dict) or not all(
-            isinstance(stage, dict) and isinstance(stage.get("task"), str) for stage in stages.values()
-        ):
-            raise InputError(f"{self.config_file} is damaged: stages must map each name to the keys of a stage")
+        if (problem := _find_problem(tree)) is not None:
+            raise InputError(f"{self.config_file} is damaged: {problem}")
         require_trust(tree, str(self.config_file))
         return tree
 

@@ -150,7 +150,7 @@ def _read_newest(path: Path) -> tuple[dict[str, int], dict[str, float]]:
     except OSError:
         return newest, shares
     for line in lines:
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, OverflowError):
             entry = parse_json(line)
             newest[entry["stage"]] = max(newest.get(entry["stage"], 0), int(entry["step"]))
             if isinstance(share := entry.get("time/share"), int | float) and 0 < share <= 1:

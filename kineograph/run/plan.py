@@ -140,13 +140,17 @@ def _make_plan(tree: Tree) -> Plan:
 def _plan_stage(tree: Tree, name: str) -> StagePlan:
     if not name.isidentifier():
         raise ConfigError(f"stages.{name}: a stage's name is also the name of a folder; use letters, digits and _")
-    stage, spec = tree["stages"][name], read_stage(tree, name)
+    stage = tree["stages"][name]
+    for section in ("data", "train", "players"):
+        _check_mapping(f"stages.{name}.{section}", stage.get(section))
+    spec = read_stage(tree, name)
     where = f"stages.{name}.train" if stage.get("train") else "train"
     given = merge(tree.get("train") or {}, stage.get("train") or {})
     train = parse(TrainConfig, given, where)
     # A Task may build fewer players than it names (a codec without a discriminator).
     names, settings = spec.config.player_names(), stage.get("players") or {}
-    for player in settings:
+    for player, own in settings.items():
+        _check_mapping(f"stages.{name}.players.{player}", own)
         if player not in names:
             raise ConfigError(
                 f"unknown key stages.{name}.players.{player}: the players of {spec.config.task} are {', '.join(names)}"
@@ -160,6 +164,11 @@ def _plan_stage(tree: Tree, name: str) -> StagePlan:
         keys = merge(shared | defaults, settings.get(player) or {})
         players[player] = parse(PlayerConfig, keys, f"stages.{name}.players.{player}")
     return StagePlan(spec, train, players)
+
+
+def _check_mapping(key: str, value: Any) -> None:
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{key}={shorten(str(value))}: give a mapping of keys to values")
 
 
 def _check_references(stages: tuple[StagePlan, ...]) -> None:

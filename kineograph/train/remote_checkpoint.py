@@ -155,7 +155,7 @@ def _download_folder(url: str, folder: Path) -> Path:
     manifest = _download_file(f"{url}/manifest.json", folder / "manifest.json", url, _MAX_JSON)
     try:
         sizes = {name: int(entry["bytes"]) for name, entry in parse_json(read_regular(manifest))["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise InputError(f"{url}/manifest.json is not the manifest of a checkpoint") from None
     for name, size in sizes.items():
         if not checkpoint.is_checkpoint_file(name):

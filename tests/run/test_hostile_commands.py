@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from kineograph.cli import main
+from kineograph.core.config import merge, nest
 from kineograph.core.errors import ConfigError, InputError, RunFailed
 from kineograph.core.health import read_findings
 from kineograph.core.run_folder import RunFolder
@@ -213,3 +214,25 @@ def test_files_with_holes_do_not_fill_the_memory(tmp_path, name, capsys):
         assert write_skipped(run.path / name, {"a": "b"}) == 1
     if name == "metrics.jsonl":
         assert len(list(read_records(run.metrics_file))) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", "x"), ("seed", float("inf")), ("sample", 3), ("data", [1]), ("stages.x.data", 3), ("stages.x.train", [1]),
+        ("stages.x.train", None), ("stages.x.players", True), ("stages.x.train.steps", float("nan")), ("stages.x.train.steps", {"a": 1}),
+    ],
+)  # fmt: skip
+def test_a_saved_config_of_another_form_is_damage(tmp_path, key, value):
+    """Commands read parts of it without parsing the rest."""
+    tree = merge({"stages": {"x": {"task": "muse", "train": {"steps": 3}}}}, nest(key, value))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(InputError, match=rf"config.yaml is damaged: {key} must "):
+        RunFolder(tmp_path).config()
+
+
+@pytest.mark.parametrize("key", ["data", "train", "players", "players.model"])
+def test_a_section_that_is_no_mapping_is_refused(key):
+    tree = {"data": {"source": "moving_digits"}, "stages": {"x": {"task": "clip"}}}
+    with pytest.raises(ConfigError, match=rf"stages\.x\.{key}=3: give a mapping of keys to values"):
+        make_plan(merge(tree, nest(f"stages.x.{key}", 3)))

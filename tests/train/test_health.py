@@ -319,6 +319,17 @@ def test_findings_are_read_back_from_metrics(tmp_path: Path) -> None:
     assert list(read_findings(tmp_path / "missing.jsonl")) == []
 
 
+@pytest.mark.parametrize("changes", [{"name": {"a": 1}}, {"evidence": ["x"]}, {"severity": "odd"}, {"severity": [1]}])
+def test_an_odd_finding_of_a_stranger_is_left_out(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """`kineo evaluate` would fail on it."""
+    finding = COLLAPSED.check({"explained_variance": 0.0}).to_json()  # type: ignore[union-attr]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"stage": "x", "step": 1, "finding": finding | changes}) + "\n")
+    with open(path, "a") as file:
+        file.write('{"stage": "x", "step": 1e999, "finding": ' + json.dumps(finding) + "}\n")
+    assert list(read_findings(path)) == []
+
+
 # Data ----------------------------------------------------------------------------------------------------------------
 
 
