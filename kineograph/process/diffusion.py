@@ -20,8 +20,8 @@ Learned variance. The reverse step from t to t − 1 has a variance between two 
 
     β_t = 1 − ᾱ_t / ᾱ_{t−1}      and      β̃_t = β_t σ_{t−1}² / σ_t²,
 
-and a network with twice the channels interpolates: log Σ = f log β_t + (1 − f) log β̃_t with f = (second half + 1) / 2. It is trained
-by the variational bound L = Σ_t L_t, in bits per dimension:
+and a network with twice the channels interpolates: log Σ = f log β_t + (1 − f) log β̃_t with f = (second half + 1) / 2, clamped to
+[0, 1]. It is trained by the variational bound L = Σ_t L_t, in bits per dimension:
 
     L_t = KL( N(μ̃(x0), β̃_t) ‖ N(μ̃(x̂0), Σ) )      μ̃(x0) − μ̃(x̂0) = √ᾱ_{t−1} β_t / σ_t² · (x0 − x̂0)
     L_0 = − log p(x0 | x_1), the mass of N(x̂0, Σ) over x0's step of 256 in [−1, 1]
@@ -246,9 +246,18 @@ class Diffusion(nn.Module):
 
     def log_variance(self, output: Tensor, t: Tensor) -> Tensor:
         """log Σ of the reverse step from t, from the output's second half."""
-        share = (output.chunk(2, dim=1)[1].float() + 1) / 2
+        share = self.variance_share(output)
         low, high = _gather_table(self.log_posterior, t, share), _gather_table(self.log_beta, t, share)
         return low + share * (high - low)
+
+    def variance_share(self, output: Tensor) -> Tensor:
+        """f, where log Σ lies between log β̃ and log β, from the output's second half.
+
+        Clamped: between neighbouring timesteps the bounds nearly coincide, so an f of 5 costs nothing there, but over the
+        stride of a few sampling steps they are far apart, and e^5 times the variance is noise. Nor do errors of x̂0 that call
+        for more than β swamp the gradient of the mean.
+        """
+        return ((output.chunk(2, dim=1)[1].float() + 1) / 2).clamp(0, 1)
 
     def variational_bound(
         self, output: Tensor, x0: Tensor, x_t: Tensor, t: Tensor, positions: Tensor | None = None

@@ -243,7 +243,7 @@ def _integrate(
             now = _to_x0(diffusion, x, kept, output)
             if clip is not None:
                 now = clip(now)
-            x = _advance(step, x, now, before, output, draws)
+            x = _advance(diffusion, step, x, now, before, output, draws)
             if left:  # re-noise: q(x_t | x_s)
                 assert following is not None
                 share = kept / diffusion.alpha_bar[following.t]
@@ -262,7 +262,13 @@ def _to_x0(diffusion: Diffusion, x: Tensor, kept: float, output: Tensor) -> Tens
 
 
 def _advance(
-    step: _Step, x: Tensor, now: Tensor, before: Tensor | None, output: Tensor, draws: Iterator[Tensor]
+    diffusion: Diffusion,
+    step: _Step,
+    x: Tensor,
+    now: Tensor,
+    before: Tensor | None,
+    output: Tensor,
+    draws: Iterator[Tensor],
 ) -> Tensor:
     """x_s. Terms with coefficient 0 are skipped, and no noise is drawn for them."""
     # D = x̂0 in the first step
@@ -273,7 +279,7 @@ def _advance(
         result = result.add(before, alpha=step.past)
     if step.log_bounds is not None:
         low, high = step.log_bounds
-        share = (output.chunk(2, dim=1)[1].float() + 1) / 2
+        share = diffusion.variance_share(output)
         return result + torch.exp((low + share * (high - low)) / 2) * next(draws)
     return result.add(next(draws), alpha=step.spread) if step.spread else result
 

@@ -325,6 +325,19 @@ def test_resampling_makes_the_rest_agree_with_what_is_known():
     assert once < 0.8 and often > 0.9
 
 
+@pytest.mark.parametrize(("share", "bound"), [(30.0, 1.0), (-30.0, 0.0)])
+def test_a_learned_variance_stays_between_its_bounds(share, bound):
+    """Neighbouring timesteps leave the share free; over a stride e^30 times the variance would be noise alone."""
+    diffusion = make(learned_variance=True)
+
+    def answer(share):
+        return lambda x, t: torch.cat([network(x, t), torch.full_like(x, 2 * share - 1)], 1)
+
+    found, wanted = (ddpm(diffusion, answer(f), drawn(*SHAPE), 6, noise=draws) for f in (share, bound))
+    assert torch.equal(found, wanted)
+    assert not torch.equal(found, ddpm(diffusion, answer(0.5), drawn(*SHAPE), 6, noise=draws))
+
+
 # No waiting ------------------------------------------------------------------------------------------------------
 
 

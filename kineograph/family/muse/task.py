@@ -177,9 +177,7 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, RoutesCap
 
     # sampling ------------------------------------------------------------------------------------------------------
 
-    def encode_prompts(
-        self, prompts: Prompts, options: MuseSample | None = None
-    ) -> tuple[Condition, Condition | None]:
+    def encode_prompts(self, prompts: Prompts, options: MuseSample | None = None) -> tuple[Condition, Condition | None]:
         """→ conditions of the prompts, and of the negative or null prompts (None: the prompts are the null text)"""
         shape = self.shape
         size = (prompts.frames or 1, prompts.height or shape.height, prompts.width or shape.width)
