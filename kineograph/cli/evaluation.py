@@ -9,7 +9,20 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Exit, Option, Typer
 
-from kineograph.cli.options import Batch, Checkpoint, Compile, Device, Run, Seed, Stage, Trust, print_to_stderr
+from kineograph.cli.options import (
+    Batch,
+    Checkpoint,
+    Compile,
+    Device,
+    Guidance,
+    Run,
+    SamplingOptions,
+    Seed,
+    Stage,
+    Steps,
+    Trust,
+    print_to_stderr,
+)
 
 app = Typer()
 
@@ -52,6 +65,9 @@ def evaluate(
         Path | None,
         Option(metavar="FILE", help="Draw and judge these prompts instead of held-out items (docs/sampling.md)."),
     ] = None,
+    guidance: Guidance = None,
+    steps: Steps = None,
+    sampling: SamplingOptions = None,
     batch: Batch = None,
     checkpoint: Checkpoint = "last",
     stage: Stage = None,
@@ -94,12 +110,17 @@ def evaluate(
     options = _make_metric_options(locals())
     from kineograph.evaluate.runner import evaluate as run_evaluation
     from kineograph.run.launch import NO_TIMEOUT, is_main_process, process_group
+    from kineograph.sample.options import parse_settings
+
+    flags = {"guidance": guidance, "steps": steps}
+    changes = parse_settings(sampling) | {key: value for key, value in flags.items() if value is not None}
 
     with process_group(timeout=NO_TIMEOUT):
         evaluation = run_evaluation(
             run, split_names(metrics), samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed,
             device=device, extractors=extractor or [], compile=compile, moved=moved or [], options=options,
             reference=reference, reference_items=reference_items, save_stats=save_stats, prompts=prompts, batch=batch,
+            sampling=changes,
         )  # fmt: skip
     if is_main_process():
         evaluation.show()

@@ -18,6 +18,9 @@ Batch = Annotated[
     int | None,
     Option(min=1, help="Samples at a time; fewer take less memory.", show_default="as set, or as many as fit"),
 ]
+Guidance = Annotated[float | None, Option(help="Classifier-free guidance scale.")]
+Steps = Annotated[int | None, Option(min=1, help="Sampling steps.")]
+SamplingOptions = Annotated[list[str] | None, Option("--set", metavar="sample.K=V", help="Any other sampling option.")]
 Compile = Annotated[
     bool,
     Option("--compile", help="torch.compile: the first batch is slow, others faster; on a CPU with a C++ compiler."),

@@ -7,14 +7,24 @@ from typing import Annotated
 
 from typer import Argument, Option, Typer
 
-from kineograph.cli.options import Batch, Checkpoint, Compile, Device, Run, Seed, Stage, Trust, print_to_stderr
+from kineograph.cli.options import (
+    Batch,
+    Checkpoint,
+    Compile,
+    Device,
+    Guidance,
+    Run,
+    SamplingOptions,
+    Seed,
+    Stage,
+    Steps,
+    Trust,
+    print_to_stderr,
+)
 
 app = Typer()
 
-Guidance = Annotated[float | None, Option(help="Classifier-free guidance scale.")]
-Steps = Annotated[int | None, Option(min=1, help="Sampling steps.")]
 Negative = Annotated[str | None, Option(help="What not to draw.")]
-SamplingOptions = Annotated[list[str] | None, Option("--set", metavar="sample.K=V", help="Any other sampling option.")]
 Ema = Annotated[bool, Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")]
 Fps = Annotated[float | None, Option(help="Playback speed, frames per second.", show_default="as trained or --prime")]
 

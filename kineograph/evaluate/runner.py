@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from kineograph.evaluate.saved_statistics import (
 )
 from kineograph.evaluate.stage_evaluator import Reasons, StageEvaluator
 from kineograph.media.filenames import slugify
+from kineograph.sample.options import find_changes, resolve_options
 from kineograph.sample.prompt_file import check_fields, read_prompts, refuse_scenes
 from kineograph.sample.request import SampleRequest
 from kineograph.stage.data_record import check_items, explain_moved_data, move_data
@@ -134,6 +136,7 @@ def evaluate(
     seed: int = 0,
     batch: int | None = None,
     prompts: Sequence[str | Prompt] | str | Path | None = None,
+    sampling: Mapping[str, Any] | None = None,
     dataset: Any = None,
     moved: Sequence[str] = (),
     extractors: Sequence[str] = (),
@@ -148,7 +151,8 @@ def evaluate(
 
     `metrics`: None for all that apply. A named metric without a result is listed in `missing`; if none has one, that is an error.
     `samples`: how many (default 256) of `split` (default validation). `prompts`: draw and judge these, or those of a file, instead
-    of held-out items. `batch`: samples at a time; None: `evaluate.batch` of the run, or as many as fit.
+    of held-out items. `sampling`: changed sampling options, such as {"guidance": 3}; only the stage that draws is evaluated then,
+    and the results are kept beside those without changes. `batch`: samples at a time; None: `evaluate.batch` of the run, or as many as fit.
     `extractors`: `NAME|FILE` for fid, rfid, kid and is, or `METRIC=NAME|FILE`; `options`: how metrics are computed.
     `reference`: what fid, kid and fvd compare samples with: `train`, a folder or statistics (.npz); None: the held-out items.
     `save_stats`: write the statistics of the real items there.
@@ -182,7 +186,10 @@ def evaluate(
     opened = Extractors(stages.device, options.model_copy(update={"extractors": chosen_networks}))
     statistics = read_statistics(Path(reference)) if reference and str(reference).endswith(SUFFIX) else None
     main, names = _select_stages(folder, stage if asked is None else asked.stage)
-    evaluation = Evaluation(folder.path, split)
+    drawing = _change_sampling(read_stage(folder.config(), main), sampling) if sampling else None
+    names = [main] if drawing is not None else names
+    title = split if drawing is None else "-".join([split, *drawing.changes])
+    evaluation = Evaluation(folder.path, title)
     reasons: Reasons = {name: [] for name in chosen}
     if asked is not None:
         there = {"captions", "generated", "clips", "sound"} | ({"real"} if reference is not None else set())
@@ -199,7 +206,7 @@ def evaluate(
         files = open_folder(Path(reference), limit=reference_items, note=note)
     for name in names:
         step = checkpoints.select(folder.checkpoints(name), checkpoint if name == main else "last").step
-        spec = read_stage(tree, name)
+        spec = read_stage(tree, name) if drawing is None else drawing.spec
         task = stages.load(name, step)
         if spec.data.source == "dataset" and dataset is None and asked is None:
             raise InputError(f"stage {name} was trained on a Dataset object: evaluate it from Python with dataset=…")
@@ -234,7 +241,7 @@ def evaluate(
             evaluator.reference = statistics or _open_reference(files, evaluator, dataset, reference_items, note)
         results, sheets = evaluator.run(chosen, reasons)
         if distributed.is_first():
-            stem = f"{split}-{name}-step-{step:08d}"
+            stem = f"{title}-{name}-step-{step:08d}"
             figures = [_describe(name, result) for name, result in results.items() if "generated" in chosen[name].needs]
             evaluation.files += sheets.write(folder.path / "evaluation", stem, spec.data.shape.fps, figures)
         if results:
@@ -243,7 +250,7 @@ def evaluate(
                 rate = evaluator.count_drawn_per_second()
                 speed = {"drawn_per_second": rate} if rate is not None else {}
                 results_file.add_results(
-                    folder, split, name, step, results, samples=evaluator.count, seed=seed, weights=weights, **speed
+                    folder, title, name, step, results, samples=evaluator.count, seed=seed, weights=weights, **speed
                 )
             evaluation.stages.append(StageResult(name, spec.config.task, step, results))
         if evaluator.statistics is not None and save_stats is not None:
@@ -252,6 +259,24 @@ def evaluate(
     _report_skipped(evaluation, chosen, reasons, named=metrics is not None)
     evaluation.files.insert(0, folder.path / "evaluation.json")
     return evaluation
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """The stage that draws, with changed sampling options."""
+
+    spec: StageSpec
+    changes: list[str]  # `guidance=3`, as a part of a file's name
+
+
+def _change_sampling(spec: StageSpec, sampling: Mapping[str, Any]) -> _Drawing | None:
+    """None if the options are those of the run."""
+    options = resolve_options(spec.config, sampling)
+    found = find_changes(spec.config.sample_options, options)
+    changes = [re.sub(r"[^\w.=+]+", "_", f"{key}={format_value(value)}") for key, value in found.items()]
+    if not changes:
+        return None
+    return _Drawing(replace(spec, config=spec.config.model_copy(update={"sample": options})), changes)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kineograph.core.config import parse, parse_override
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.config import parse
+from kineograph.core.errors import InputError
 from kineograph.core.prompt import Prompt
 from kineograph.core.text_file import MAX_CAPTION, replace_surrogates
 from kineograph.media.gif import MAX_FPS
+from kineograph.sample.options import parse_settings
 from kineograph.sample.prompt_file import read_prompts
 from kineograph.stage.spec import BatchConfig
 
@@ -112,7 +113,7 @@ class SampleRequest:
         **flags: Any,
     ) -> SampleRequest:
         """From the values of the command line's flags, which have the names of the fields."""
-        settings = dict(_parse_setting(text) for text in options or ())
+        settings = parse_settings(options)
         given: list[str | Prompt] = list(prompts or ())
         if prompts_file is not None:
             if given:
@@ -189,15 +190,6 @@ def _flag_words(name: str, value: Any) -> list[str]:
 def _to_yaml(value: Any) -> str:
     """On one line, as an override is written."""
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
-
-
-def _parse_setting(text: str) -> tuple[str, object]:
-    key, value = parse_override(text)
-    if not key.startswith("sample."):
-        raise ConfigError(
-            f"--set {text} is not a sampling option: use a key of the sample section, as in sample.guidance=3"
-        )
-    return key, value
 
 
 def _parse_size(text: str | None) -> tuple[int, int] | None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from kineograph.core import distributed
 from kineograph.core.batch import Sound
 from kineograph.core.capabilities import SupportsSampling, can_animate, makes_sound, sample_shape, takes_captions
-from kineograph.core.config import Config, flatten, merge, nest, parse
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.config import Config
+from kineograph.core.errors import InputError
 from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.prompt import Prompt
 from kineograph.core.run_folder import RunFolder
@@ -23,6 +23,7 @@ from kineograph.process.solvers import DiffusionSample
 from kineograph.sample.batches import RowBatches
 from kineograph.sample.inference import draw_parts, draw_parts_across_ranks
 from kineograph.sample.limits import ClipLimits
+from kineograph.sample.options import dump_options, find_changes, resolve_options
 from kineograph.sample.output import SampleWriter
 from kineograph.sample.prime import Mask, Prime
 from kineograph.sample.prompt_file import check_fields, name_prompt, refuse_scenes
@@ -287,28 +288,12 @@ class Sampler:
             )
         if request.frames is not None or request.size is not None:
             self.limits.check_shape(frames, request.size)
-        changed = _changed_options(self.options, options)
+        changed = find_changes(self.options, options)
         return replace(request, guidance=None, steps=None, options=changed, **self._own_fields()), options
 
     def resolve_options(self, options: Mapping[str, Any] | None = None, **flags: Any) -> Config | None:
         """The stage's sampling options with `options` (keys `sample.K` or `K`) and then flags such as guidance applied."""
-        changes = {key.removeprefix("sample."): value for key, value in (options or {}).items()}
-        flags = {key: value for key, value in flags.items() if value is not None}
-        if not changes and not flags:
-            return self.options
-        if self.options is None:
-            raise ConfigError(f"{self.task_name} has no sampling options: leave out {', '.join([*flags, *changes])}")
-        known = type(self.options).model_fields
-        for key in flags:
-            if key not in known:
-                raise ConfigError(f"--{key}: {self.task_name} has no sample.{key}; use {', '.join(known) or 'none'}")
-        tree = self.options.model_dump()
-        for key, value in (changes | flags).items():
-            tree = merge(tree, nest(key, value))
-        resolved = parse(type(self.options), tree, "sample")
-        # Sampling cannot use what training left out (guidance without caption dropout, say): the stage's config checks that.
-        parse(type(self._config), {**self._config.model_dump(exclude_unset=True), "sample": tree})
-        return resolved
+        return resolve_options(self._config, options, **flags)
 
     # Reading -----------------------------------------------------------------------------------------------------
 
@@ -346,7 +331,7 @@ class Sampler:
             **request.to_sidecar(),
             # run/stage → sha256; not a copy, since drawing may load more stages.
             "weights": self._stages.loaded_digests,
-            "options": _dump(options),
+            "options": dump_options(options),
             "prime": prime.record if prime is not None else None,
             "sketch": sketch.record if sketch is not None else None,
             "mask": mask.record if mask is not None else None,
@@ -360,12 +345,3 @@ def check_guidance(options: Config | None, request: SampleRequest) -> None:
         raise InputError(f"--negative has no effect at guidance={neutral:g}: raise --guidance")
     if request.guidance is not None and request.guidance != neutral and request.prompts is None:
         raise InputError(f"--guidance {request.guidance:g} has no effect without a prompt: give one, or leave it out")
-
-
-def _dump(options: Config | None) -> dict[str, Any]:
-    return options.model_dump(mode="json") if options is not None else {}
-
-
-def _changed_options(original: Config | None, options: Config | None) -> dict[str, Any]:
-    before, after = flatten(_dump(original)), flatten(_dump(options))
-    return {key: value for key, value in after.items() if key not in before or before[key] != value}

@@ -240,6 +240,26 @@ def test_what_is_left_out_says_why(tmp_path):
         evaluate(run.path, samples=4, split="test", device="cpu")
 
 
+def test_changed_sampling_options_are_judged_beside_those_of_the_run(run):
+    usual = evaluate(run.path, [MINE], samples=6, device="cpu")
+    found = evaluate(
+        run.path, [MINE], samples=6, device="cpu", sampling={"guidance": 3.0, "sample.palette": [0.2, 0.3]}
+    )
+    assert found["brightness"] != usual["brightness"] and found.split == "validation-guidance=3-palette=_0.2_0.3_"
+    prompts = ["a red 3", "a 5"]
+    drawn = Sampler.open(run.path, device="cpu").sample(prompts, guidance=3.0).pixels
+    asked = evaluate(run.path, [MINE], prompts=prompts, device="cpu", sampling={"guidance": 3.0})
+    assert asked["brightness"] == pytest.approx(float(drawn.mean()), abs=1e-6)
+    results = json.loads((run.path / "evaluation.json").read_text())["results"]
+    assert {"validation", found.split, asked.split} <= set(results)
+    kept = results["validation"]["generator/step-00000020"]["brightness"]["values"]
+    assert kept["brightness"] == usual["brightness"]
+    with pytest.raises(ConfigError, match="unknown key sample.guidence"):
+        evaluate(run.path, [MINE], samples=2, device="cpu", sampling={"guidence": 3.0})
+    same = evaluate(run.path, [MINE], samples=6, device="cpu", sampling={"guidance": 1.0})  # as the run has it
+    assert same.split == "validation" and same["brightness"] == usual["brightness"]
+
+
 def test_prompts_of_a_file_are_judged_instead_of_held_out_items(tmp_path, run):
     path = tmp_path / "My prompts.jsonl"
     rows = [{"prompt": "a red 3"}, {"prompt": "a blue 7 moves up", "seed": 4}, {"prompt": "a 5"}]
