@@ -254,7 +254,7 @@ def test_changed_sampling_options_are_judged_beside_those_of_the_run(run):
     assert {"validation", found.split, asked.split} <= set(results)
     kept = results["validation"]["generator/step-00000020"]["brightness"]["values"]
     assert kept["brightness"] == usual["brightness"]
-    with pytest.raises(ConfigError, match="unknown key sample.guidence"):
+    with pytest.raises(ConfigError, match=r"unknown key sample\.guidence"):
         evaluate(run.path, [MINE], samples=2, device="cpu", sampling={"guidence": 3.0})
     same = evaluate(run.path, [MINE], samples=6, device="cpu", sampling={"guidance": 1.0})  # as the run has it
     assert same.split == "validation" and same["brightness"] == usual["brightness"]
