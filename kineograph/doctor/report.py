@@ -26,6 +26,7 @@ from kineograph.train.phases import Cursor, is_finished, schedule_position, skip
 from kineograph.train.precision import resolve_precision
 
 _LABEL_WIDTH = 14
+ROOMY = 0.25  # of the free memory: up to here nobody needs the settings that save memory
 
 # The machine -----------------------------------------------------------------------------------------------------
 
@@ -143,7 +144,8 @@ def describe_estimate(estimate: Estimate, data: StageData, cursor: Cursor = STAR
     if estimate.scaled_because:
         line("", f"activations are scaled up from a few samples: {estimate.scaled_because}")
     line("fits" if estimate.fits else "DOES NOT FIT", _describe_fit(estimate))
-    for index, (setting, smaller) in enumerate(estimate.savings.items()):
+    is_roomy = memory.total <= ROOMY * estimate.target.free
+    for index, (setting, smaller) in enumerate(() if is_roomy else estimate.savings.items()):
         fits = "" if estimate.fits else ", fits" if _fits(estimate, smaller.total) else ", does not fit yet"
         saved = f"{format_size(memory.total - smaller.total)} less, {format_size(smaller.total)} in all"
         line("" if index else "less memory", f"{setting}: {saved}{fits}")
