@@ -7,6 +7,7 @@ keys), sums.npy (a CRC-32 a row), and captions.jsonl ({identity, caption} a line
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable, Sequence
@@ -100,6 +101,16 @@ class Pack:
                 raise InputError(
                     f"{array.path} has the shape {array.shape}, and {folder / HEADER} counts {header.done} rows: remove {folder} and encode again"
                 )
+        main = arrays.get(header.kind)
+        if main is None or math.prod(main.shape[1:]) != math.prod(header.shape):
+            found = (
+                f"rows of {header.kind} have the shape {main.shape[1:]}"
+                if main is not None
+                else f"there are no {header.kind}"
+            )
+            raise InputError(
+                f"{folder / HEADER} describes rows of the shape {header.shape}, and {found}: remove {folder} and encode again"
+            )
         return Pack(folder, header, arrays, sums)
 
     def keys(self) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Packs and data.source=cache: rows come back as they were written, damage and misfits are refused."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -208,6 +210,15 @@ def test_damaged_caches(tmp_path):
     (tmp_path / "cache.json").write_text("{}")
     with pytest.raises(InputError, match="not a cache header"):
         opened(tmp_path)
+
+
+def test_a_header_that_does_not_describe_the_rows_is_refused(tmp_path):
+    fill_pack(tmp_path)
+    header = json.loads((tmp_path / "cache.json").read_text())
+    for changes, words in (({"shape": [1, 2]}, "have the shape"), ({"kind": "latents"}, "there are no latents")):
+        (tmp_path / "cache.json").write_text(json.dumps(header | changes))
+        with pytest.raises(InputError, match=rf"{words}.*encode again"):
+            Pack.open(tmp_path)
 
 
 def test_split_by_identity_as_the_source_would(tmp_path):

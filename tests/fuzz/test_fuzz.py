@@ -16,7 +16,7 @@ from tests.fuzz.__main__ import fuzz
 from tests.fuzz.harness import run_case
 from tests.fuzz.targets import TARGETS, warm_up
 
-FOUND = [("configs", 1, 17), ("runs", 2, 27), ("statistics", 1, 23)]
+FOUND = [("configs", 1, 17), ("runs", 2, 27), ("statistics", 1, 23), ("caches", 45, 2)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,9 +24,10 @@ def _warm() -> None:
     warm_up()
 
 
-@pytest.mark.timeout(180)
-def test_a_slice_of_the_fuzzer_finds_nothing():
-    count, findings = fuzz(list(TARGETS), [0], seconds=15)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_minute_of_the_fuzzer_finds_nothing(seed):
+    count, findings = fuzz(list(TARGETS), [seed], seconds=60)
     assert not findings, "\n".join(map(str, findings))
     assert count > len(TARGETS)
 
