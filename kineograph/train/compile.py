@@ -62,7 +62,10 @@ def keep_compile_cache() -> None:
     folder = cache_folder() / "compile"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
     except OSError:  # no home that can be written to
+        return
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:  # in a $KINEO_CACHE that several users share
         return
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 

@@ -36,3 +36,23 @@ def test_without_a_home_torch_chooses(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("KINEO_CACHE", str(tmp_path / "file"))
     keep_compile_cache()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_a_folder_of_another_user_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_compile_cache()
+    assert os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    keep_compile_cache()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_a_folder_that_others_may_write_to_is_not_read() -> None:
+    folder = cache_folder() / "compile"
+    folder.mkdir(parents=True, exist_ok=True)
+    mode = folder.stat().st_mode
+    folder.chmod(0o777)
+    try:
+        keep_compile_cache()
+        assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    finally:
+        folder.chmod(mode)
