@@ -103,6 +103,14 @@ def open_page(browser: Any, base: str, **options: Any) -> Iterator[Any]:
     assert problems == []
 
 
+def expect(found: Any) -> Any:
+    """Playwright's assertions, which wait for what a script of the page is about to do."""
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=20_000)
+    return expect(found)
+
+
 @pytest.fixture
 def page(browser: Any, runs: Path) -> Iterator[Any]:
     with serve_pages(runs) as base, open_page(browser, base) as page:

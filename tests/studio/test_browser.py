@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from kineograph.studio.report import write_report
 from kineograph.studio.runs import make_id
-from tests.studio.conftest import watch_page
+from tests.studio.conftest import expect, watch_page
 from tests.studio.run_folders import PROMPTS, make_record, write_evaluation, write_metrics, write_run, write_samples
 
 pytestmark = pytest.mark.browser
@@ -38,9 +39,8 @@ def test_runs_appear_change_filter_and_compare(page: Any, runs: Path) -> None:
     for name in ("demo", "later"):
         page.locator(f"tr[data-name={name}] input").check()
     page.get_by_role("button", name="Compare 2").click()
-    page.locator(".chart canvas").first.wait_for()
-    assert page.locator(".chart").first.get_attribute("aria-label").startswith("Loss: ")
-    assert page.locator(".wall .clip").count() == 4
+    expect(page.locator(".chart").first).to_have_attribute("aria-label", re.compile("^Loss: "))
+    expect(page.locator(".wall .clip")).to_have_count(4)
 
 
 def test_the_filter_key_works_from_a_tick_and_a_removed_run_says_so(page: Any, runs: Path) -> None:
@@ -54,49 +54,51 @@ def test_the_filter_key_works_from_a_tick_and_a_removed_run_says_so(page: Any, r
     shutil.rmtree(runs / "doomed")
     page.get_by_text("This run has been removed.").wait_for()
     page.wait_for_timeout(2_500)  # a browser would connect again by now
-    assert page.locator("#live").inner_text() == "This run has been removed."
+    expect(page.locator("#live")).to_have_text("This run has been removed.")
 
 
 def test_a_single_value_is_seen(page: Any, runs: Path) -> None:
     run = write_run(runs / "young")
     write_metrics(run, [make_record("generator", 1, 1.7)])
     page.get_by_role("link", name="young").click()
-    page.locator(".chart canvas").first.wait_for()
-    blue = """canvas => {
+    page.wait_for_function("""() => {
+      const canvas = document.querySelector('.chart canvas');
+      if (!canvas) return false;
       const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
-      let count = 0;
-      for (let at = 0; at < data.length; at += 4) count += data[at + 3] > 200 && data[at + 2] - data[at] > 90;
-      return count;
-    }"""
-    assert page.locator(".chart canvas").first.evaluate(blue) > 0
+      for (let at = 0; at < data.length; at += 4) if (data[at + 3] > 200 && data[at + 2] - data[at] > 90) return true;
+      return false;
+    }""")  # a blue point
 
 
 def test_curves_are_drawn_and_grow(page: Any, runs: Path) -> None:
     page.goto(address(runs))
     first = page.locator(".chart").first
-    assert "train 0.2" in first.inner_text() and "validation 0.4" in first.inner_text()
+    expect(first).to_contain_text("train 0.2")
+    expect(first).to_contain_text("validation 0.4")
     with open(runs / "demo" / "metrics.jsonl", "a") as file:
         file.write(json.dumps(make_record("generator", 110, 0.0625)) + "\n")
     page.locator(".chart >> text=train 0.0625").first.wait_for()
     page.get_by_text("minutes", exact=True).click()
     page.get_by_text("tokenizer", exact=True).click()
     page.locator(".chart >> text=train 0.025").first.wait_for()
-    assert "checkpoint of step 50" in page.locator("#marks").inner_text()
+    expect(page.locator("#marks")).to_contain_text("checkpoint of step 50")
 
 
 def test_clips_play_in_step_and_open_larger(page: Any, runs: Path) -> None:
     page.goto(address(runs) + "/wall")
-    red = "node => node.getContext('2d').getImageData(5, 5, 1, 1).data[0]"
     clips = page.locator(".wall:not(.sheets) td:not(.real) .clip canvas")
     page.locator("#play").click()  # pauses
     page.locator("#frame").fill("3")
-    for number in range(4):
-        assert clips.nth(number).evaluate(red) == 130  # the fourth frame of each
+    page.wait_for_function("""() => {
+      const clips = [...document.querySelectorAll('.wall:not(.sheets) td:not(.real) .clip canvas')];
+      const red = (canvas) => canvas.getContext('2d').getImageData(5, 5, 1, 1).data[0];
+      return clips.length === 4 && clips.every((canvas) => red(canvas) === 130);
+    }""")  # the fourth frame of each
     clips.nth(0).click()
-    assert page.locator("#large-caption").inner_text() == "a 3 moves left · step 50"
+    expect(page.locator("#large-caption")).to_have_text("a 3 moves left · step 50")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
-    assert page.locator("#large-caption").inner_text() == "a seven moves up · step 100"
+    expect(page.locator("#large-caption")).to_have_text("a seven moves up · step 100")
     page.keyboard.press("Escape")
     page.locator("#large").wait_for(state="hidden")
 
@@ -140,14 +142,14 @@ def test_a_whole_path_ends_with_a_drawing_that_repeats(page: Any, runs: Path) ->
     page.locator(".drawing .clip").wait_for(timeout=120_000)
     page.get_by_text("stays loaded for the next drawing and holds").wait_for()
     page.get_by_text("Repeat it").click()
-    assert page.locator(".drawing code").inner_text().startswith("kineo sample ")
+    expect(page.locator(".drawing code")).to_have_text(re.compile("^kineo sample "))
     page.get_by_role("button", name="Draw").click()
     page.locator(".drawing").nth(1).wait_for(timeout=60_000)
     first, second = sorted((runs / "phenaki" / "studio").glob("*.gif"))
     assert first.read_bytes() == second.read_bytes()
     page.locator(".drawing .clip").first.click()
     page.keyboard.press("ArrowRight")
-    assert page.locator("#large-media img").get_attribute("src").endswith(first.name)
+    expect(page.locator("#large-media img")).to_have_attribute("src", re.compile(re.escape(first.name) + "$"))
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Free it").click()
     page.locator("#model").wait_for(state="hidden")
@@ -169,7 +171,7 @@ def test_pages_follow_a_run_while_it_trains(page: Any, runs: Path) -> None:
         page.wait_for_function(
             "text => document.querySelector('.chart').getAttribute('aria-label') !== text", arg=label
         )
-        assert step.inner_text() != before
+        expect(step).not_to_have_text(before, use_inner_text=True)
         process.terminate()  # it saves, and says that it was stopped
         assert process.wait(120) == 75
         page.locator("#head .badge.stopped").wait_for(timeout=60_000)
@@ -192,6 +194,6 @@ def test_a_report_opens_from_a_file_without_a_network(
     page.goto(path.as_uri())
     page.locator(".chart canvas").first.wait_for()
     page.locator(".wall:not(.sheets) td:not(.real) .clip").first.click()
-    assert page.locator("#large-caption").inner_text() == "a 3 moves left · step 50"
+    expect(page.locator("#large-caption")).to_have_text("a 3 moves left · step 50")
     context.close()
     assert problems == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import tarfile
@@ -16,7 +17,7 @@ import pytest
 from kineograph.core.run_folder import RunFolder
 from kineograph.studio import memory_plan
 from kineograph.studio.runs import make_id
-from tests.studio.conftest import TOKEN, open_page, serve_pages
+from tests.studio.conftest import TOKEN, expect, open_page, serve_pages
 from tests.studio.run_folders import write_dataset, write_evaluation, write_run
 from tests.studio.test_browser import STORED
 from tests.studio.test_plan_pages import STAGE
@@ -78,19 +79,19 @@ def test_runs_show_their_state(opened: Any, site: Site) -> None:
     states = {"demo": "finished", "cut": "interrupted", "training": "running", "torn": "broken"}
     for name, state in states.items():
         opened.locator(f"tr[data-name={name}] .badge.{state}").wait_for()
-    assert "`stages` is no mapping" in opened.locator("tr[data-name=torn]").inner_text()
+    expect(opened.locator("tr[data-name=torn]")).to_contain_text("`stages` is no mapping")
     opened.goto(site.run("torn"))
     opened.locator("#head .badge.broken").wait_for()
     opened.locator(".chart canvas").first.wait_for()  # its metrics can still be read
     opened.goto(site.run("cut"))
-    assert opened.locator(".command code").inner_text().startswith("kineo train ")
+    expect(opened.locator(".command code")).to_have_text(re.compile("^kineo train "))
 
 
 def test_text_of_a_run_stays_text(opened: Any, site: Site) -> None:
     opened.goto(site.run("demo") + "/wall")
     opened.get_by_text(HOSTILE).first.wait_for()
     opened.goto(site.run("demo") + "/wall?weights=online")
-    assert opened.locator(".wall:not(.sheets) td:not(.real) .clip").count() == 4
+    expect(opened.locator(".wall:not(.sheets) td:not(.real) .clip")).to_have_count(4)
     opened.goto(site.data)
     opened.get_by_text("<b>bold</b> digit").first.wait_for(timeout=60_000)
     assert "owned" not in opened.title() and opened.locator("img[src=x]").count() == 0
@@ -102,12 +103,12 @@ def test_data_is_searched_and_filtered(opened: Any, site: Site) -> None:
     opened.keyboard.press("/")
     opened.keyboard.type("red")
     opened.get_by_text("1 of 4 items").wait_for()
-    assert "a red wide one" in opened.locator(".item").inner_text()
+    expect(opened.locator(".item")).to_contain_text("a red wide one")
     opened.keyboard.press("Escape")
     opened.get_by_text("4 of 4 items").wait_for()
     opened.locator("select[name=show]").select_option("problems")
     opened.get_by_text("1 of 4 items").wait_for()
-    assert "torn.png" in opened.locator(".item").inner_text()
+    expect(opened.locator(".item")).to_contain_text("torn.png")
 
 
 def test_a_plan_follows_the_slider(opened: Any, site: Site) -> None:
@@ -123,7 +124,7 @@ def test_a_plan_follows_the_slider(opened: Any, site: Site) -> None:
     opened.get_by_text("Does not fit.").wait_for()
     for _ in range(9):
         opened.get_by_label("Memory of the GPU").press("ArrowRight")
-    opened.get_by_text("40 GiB", exact=True).wait_for()
+    expect(opened.locator("#memory-said")).to_have_text("40 GiB")
     opened.locator(".command code >> text=stages.generator.train.accumulate=2").wait_for()
 
 
@@ -173,5 +174,5 @@ def test_without_a_token_nothing_is_shown(browser: Any, site: Site) -> None:
     page = context.new_page()
     for address in ("/", f"/?token={TOKEN}x", site.run("demo"), site.data):
         assert page.goto(address).status == 401
-        assert "kineo studio" in page.locator("body").inner_text()
+        expect(page.locator("body")).to_contain_text("kineo studio")
     context.close()

@@ -128,7 +128,7 @@
       shown = document.createElement("span");
       shown.dataset.large = "1";
       const canvas = document.createElement("canvas"), clip = clips.get(button);
-      if (!clip) return;
+      if (!clip) { load(button).then(() => enlarge(button), () => {}); return; }  // clicked before it was decoded
       canvas.width = clip.width;
       canvas.height = clip.height;
       canvas.style.width = "100%";
