@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kineograph.core import distributed
-from kineograph.core.capabilities import ChecksHealth, resize_reference
+from kineograph.core.capabilities import ChecksHealth, resize_reference, takes_captions
 from kineograph.core.config import Tree, parse
 from kineograph.core.console import open_console
 from kineograph.core.errors import InputError, NoData
@@ -208,6 +208,8 @@ def evaluate(
         step = checkpoints.select(folder.checkpoints(name), checkpoint if name == main else "last").step
         spec = read_stage(tree, name) if drawing is None else drawing.spec
         task = stages.load(name, step)
+        if drawing is not None and "guidance" in drawing.options and not takes_captions(task):
+            raise InputError(f"guidance has no effect: {spec.config.task} was trained without captions; leave it out")
         if spec.data.source == "dataset" and dataset is None and asked is None:
             raise InputError(f"stage {name} was trained on a Dataset object: evaluate it from Python with dataset=…")
         spec = replace(spec, data=move_data(spec.data, moved))
@@ -266,17 +268,19 @@ class _Drawing:
     """The stage that draws, with changed sampling options."""
 
     spec: StageSpec
-    changes: list[str]  # `guidance=3`, as a part of a file's name
+    options: dict[str, Any]  # those that differ from the run's
+
+    @property
+    def changes(self) -> list[str]:
+        """`guidance=3` and so on, as parts of a file's name."""
+        return [re.sub(r"[^\w.=+]+", "_", f"{key}={format_value(value)}") for key, value in self.options.items()]
 
 
 def _change_sampling(spec: StageSpec, sampling: Mapping[str, Any]) -> _Drawing | None:
     """None if the options are those of the run."""
     options = resolve_options(spec.config, sampling)
     found = find_changes(spec.config.sample_options, options)
-    changes = [re.sub(r"[^\w.=+]+", "_", f"{key}={format_value(value)}") for key, value in found.items()]
-    if not changes:
-        return None
-    return _Drawing(replace(spec, config=spec.config.model_copy(update={"sample": options})), changes)
+    return _Drawing(replace(spec, config=spec.config.model_copy(update={"sample": options})), found) if found else None
 
 
 @dataclass(frozen=True)

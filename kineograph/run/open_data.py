@@ -161,8 +161,8 @@ def _resolve_validation(stage: StagePlan, data: StageData | None, note: Note, pl
     if every >= min(train.validate_every, train.steps):
         return stage
     note(
-        f"{stage.name}: validation every {every} steps, {train.validate_epochs:g} epochs of {loader.count_epoch():,} samples, instead of "
-        f"every {train.validate_every}; train.validate_epochs=null keeps train.validate_every"
+        f"{stage.name}: a small data set: validation every {every} steps ({train.validate_epochs:g} epochs of {loader.count_epoch():,} "
+        f"samples) shows when it is memorised; train.validate_epochs=null: every {train.validate_every}"
     )
     return replace(stage, train=train.model_copy(update={"validate_every": every}))
 

@@ -260,6 +260,12 @@ def test_changed_sampling_options_are_judged_beside_those_of_the_run(run):
     assert same.split == "validation" and same["brightness"] == usual["brightness"]
 
 
+def test_guidance_without_captions_is_refused(tmp_path):
+    run = make_run(tmp_path / "run", generator="UncaptionedGenerator")
+    with pytest.raises(InputError, match="guidance has no effect: .*UncaptionedGenerator was trained without captions"):
+        evaluate(run.path, [MINE], samples=2, device="cpu", sampling={"guidance": 3.0})
+
+
 def test_prompts_of_a_file_are_judged_instead_of_held_out_items(tmp_path, run):
     path = tmp_path / "My prompts.jsonl"
     rows = [{"prompt": "a red 3"}, {"prompt": "a blue 7 moves up", "seed": 4}, {"prompt": "a 5"}]

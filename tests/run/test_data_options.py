@@ -70,8 +70,8 @@ def test_small_data_are_validated_by_epochs() -> None:
 
     every, lines = cadence()
     assert every == 60
-    expected = "generator: validation every 60 steps, 20 epochs of 48 samples, instead of every 500; train.validate_epochs=null"
-    assert any(line.startswith(expected) for line in lines)
+    expected = "generator: a small data set: validation every 60 steps (20 epochs of 48 samples)"
+    assert any(line.startswith(expected) and line.endswith("train.validate_epochs=null: every 500") for line in lines)
     assert cadence(train__validate_epochs=1)[0] == 50  # no more often
     unchanged = {
         "no": {"train__validate_epochs": None},

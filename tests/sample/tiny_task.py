@@ -150,6 +150,15 @@ class OptionlessGenerator(TinyGenerator):
         return super().sample(prompts, TinySampling())
 
 
+class UncaptionedConfig(TinyConfig):
+    def reads(self) -> frozenset[str]:
+        return frozenset({"pixels"})
+
+
+class UncaptionedGenerator(TinyGenerator):
+    Config = UncaptionedConfig
+
+
 class PairCodec(TinyCodec):
     """The first frame alone, then two frames a token."""
 
