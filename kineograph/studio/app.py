@@ -49,7 +49,7 @@ from kineograph.studio.run_details import (
     stage_task,
 )
 from kineograph.studio.run_files import MEDIA, OutsideRun, find_file, read_last_lines
-from kineograph.studio.runs import Run, RunIndex
+from kineograph.studio.runs import Run, RunIndex, make_mark
 from kineograph.studio.wall import read_wall
 from kineograph.studio.workers import stop_workers
 
@@ -138,11 +138,12 @@ class Studio:
         run, tab = self._find(request), request.path_params.get("tab", "curves")
         if tab not in TABS:
             raise HTTPException(404)
+        mark = make_mark(run.path)  # first, so that what changes while the rest is read counts as a change
         tree = read_config(run.path)
         stages = stage_names(tree)
         asked = request.query_params.get("stage")
         stage = asked if asked in stages else run.row.stage if run.row.stage in stages else (stages or [""])[-1]
-        values: dict[str, Any] = {"run": run, "tab": tab, "tree": tree, "stages": stages, "stage": stage}
+        values: dict[str, Any] = {"run": run, "mark": mark, "tab": tab, "tree": tree, "stages": stages, "stage": stage}
         values["tasks"] = {name: stage_task(tree, name) for name in stages}
         if tab == "wall":
             online = request.query_params.get("weights") == "online"

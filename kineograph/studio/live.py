@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
-from kineograph.studio.runs import Run, RunIndex, take_fingerprint
+from kineograph.studio.runs import Run, RunIndex, make_mark
 
 INTERVAL = 1.0  # seconds between looks at the files
 KEEP_ALIVE = 20.0  # seconds after which a silent connection says that it lives
@@ -56,16 +56,16 @@ async def watch_runs(
 async def watch_run(
     index: RunIndex, run_id: str, render: Callable[[Run], str], interval: float = INTERVAL
 ) -> AsyncIterator[Event | None]:
-    """`change` with the new head of a run's page whenever its files change, `gone` when it is removed."""
+    """`change` with the new head of a run's page, and a mark of its files, whenever they change; `gone` when it is removed."""
     shown, seen = None, None
     while True:
         run = await run_in_threadpool(index.find, run_id)
         if run is None:
             yield "gone", {"id": run_id}
             return
-        head, mark = render(run), await run_in_threadpool(take_fingerprint, run.path)
+        head, mark = render(run), await run_in_threadpool(make_mark, run.path)
         if shown is None or (head, mark) != (shown, seen):
-            yield "change", {"id": run_id, "html": head}
+            yield "change", {"id": run_id, "html": head, "mark": mark}
         shown, seen = head, mark
         yield None
         await asyncio.sleep(interval)

@@ -131,6 +131,11 @@ def make_id(path: Path) -> str:
     return f"{slug}-{digest}" if slug else digest
 
 
+def make_mark(path: Path) -> str:
+    """The fingerprint in short, for a page to compare."""
+    return hashlib.sha256(repr(take_fingerprint(path)).encode()).hexdigest()[:12]
+
+
 def take_fingerprint(path: Path) -> Any:
     """Changes whenever the description of a run may: sizes and times of its files, and whether it is in use."""
     marks: list[Any] = [RunFolder(path).in_use()]

@@ -262,7 +262,9 @@ def test_changed_sampling_options_are_judged_beside_those_of_the_run(run):
 
 def test_guidance_without_captions_is_refused(tmp_path):
     run = make_run(tmp_path / "run", generator="UncaptionedGenerator")
-    with pytest.raises(InputError, match="guidance has no effect: .*UncaptionedGenerator was trained without captions"):
+    with pytest.raises(
+        InputError, match=r"guidance has no effect: .*UncaptionedGenerator was trained without captions"
+    ):
         evaluate(run.path, [MINE], samples=2, device="cpu", sampling={"guidance": 3.0})
 
 

@@ -112,6 +112,16 @@ def test_newer_samples_are_announced_also_where_not_all_steps_are_shown(page: An
     page.get_by_text("There are newer samples").wait_for()
 
 
+def test_samples_written_before_the_page_is_connected_are_announced(page: Any, runs: Path) -> None:
+    def write_first(route: Any) -> None:
+        write_samples(runs / "demo", "generator", 120, PROMPTS)
+        route.continue_()
+
+    page.route(re.compile(r"/run/.*/live$"), write_first)
+    page.goto(address(runs) + "/wall")
+    page.get_by_text("There are newer samples").wait_for()
+
+
 def test_other_parts_of_a_run_show(page: Any, runs: Path) -> None:
     write_evaluation(runs / "demo", caption_accuracy=0.98046875)
     page.get_by_role("link", name="demo").click()

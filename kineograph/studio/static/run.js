@@ -2,16 +2,16 @@
 "use strict";
 (() => {
   const head = document.getElementById("head");
-  const id = document.querySelector("[data-run]").dataset.run;
-  let first = true;
+  const page = document.querySelector("[data-run]").dataset, id = page.run;
+  let known = page.mark;  // of the files as they were when the page was rendered
 
   const end = Page.listen(`/run/${id}/live`, {
-    change({ html }) {
+    change({ html, mark }) {
       const fresh = Page.parse(`<div>${html}</div>`);
       if (fresh.innerHTML.trim() !== head.innerHTML.trim()) head.replaceChildren(...fresh.childNodes);
       Page.showAges();
-      if (!first) document.dispatchEvent(new Event("run-changed"));
-      first = false;
+      if (mark !== known) document.dispatchEvent(new Event("run-changed"));
+      known = mark;
     },
     gone() {
       end();
