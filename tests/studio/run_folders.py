@@ -68,7 +68,8 @@ def write_samples(path: Path, stage: str, step: int, prompts: list[str]) -> None
     names = [f"clip-{number:04d}.gif" for number in range(len(prompts))]
     for name in [*names, *(f"online/{name}" for name in names), "grid.gif", "online-beside-ema.gif"]:
         write_gif(folder / name)
-    write_gif(folder.parent / "real" / names[0])
+    if not (folder.parent / "real").exists():  # a page may be reading it
+        write_gif(folder.parent / "real" / names[0])
     listed = [{"file": name, "prompt": prompt} for name, prompt in zip(names, prompts, strict=True)]
     (folder / "prompts.json").write_text(json.dumps(listed))
 
