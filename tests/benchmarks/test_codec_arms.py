@@ -63,7 +63,8 @@ def test_arms_are_trained_judged_and_drawn(tmp_path, monkeypatch):
     monkeypatch.setenv("KINEO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(codec_arms.NUMBERS, "rfid", "reconstruction")  # no Inception here
     for trunk in ("vgg16", "alexnet"):
-        weight_cache.store(f"lpips-{trunk}", Lpips(trunk).state_dict())
+        heads = {name: value.abs() for name, value in Lpips(trunk).state_dict().items()}  # a distance is not negative
+        weight_cache.store(f"lpips-{trunk}", heads)
     random = np.random.default_rng(0)
     for number in range(20):
         path = tmp_path / "photos" / str(number % 5) / f"{number}.png"
