@@ -160,6 +160,7 @@ def test_python_dash_m(tmp_path: Path) -> None:
         (["evaluate", "gone", "--metrics", ","], "',' names nothing: give names"),
         (["race", "digits", "--families", " , "], "names nothing: give names"),
         (["train", "toy.yaml", "--resume", "must"], "holds no run to resume"),
+        (["train", "toy.yaml", "train.steps", "=", "3"], "`=` stands alone: write train.steps=3 without spaces"),
         (["train", "toy.yaml", "--dry-run", "train.stepps=3"], "did you mean train.steps?"),
         (["doctor", "toy.yaml", "train.stepps=3"], "did you mean train.steps?"),
         (["data", "make", "moving-digits", "--out", "digits", "frame=3"], "did you mean frames?"),
@@ -327,7 +328,8 @@ def test_a_story_prints_its_files_and_tells_of_its_scenes(here: Path, kineo) -> 
     ):
         assert kineo("story", "runs/clips", *words, "--device", "cpu") == Done(2, "", message)
     longer = kineo("sample", "runs/clips", "a 3", "--prime", f"{stem}.gif", "--format", "png", "--device", "cpu")
-    assert longer == Done(0, "runs/clips/drawn/a-3-0001.png\n", f"{stem}.gif: continuing the last 3 of 11 frames\n")
+    told = f"{stem}.gif: continuing the last 3 of 11 frames\ndrawing 1 sample on cpu\n"
+    assert longer == Done(0, "runs/clips/drawn/a-3-0001.png\n", told)
     assert everything(here) - before == {"runs/clips/drawn/a-3-0001.png", "runs/clips/drawn/a-3-0001.json"}
     assert (
         kineo("sample", "runs/clips", "a 3", "--frames", "4").err

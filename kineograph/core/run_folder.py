@@ -52,6 +52,9 @@ class RunFolder:
         """A folder that must hold a run already."""
         folder = RunFolder(path)
         if not folder.exists():
+            above = folder.path.parent
+            if folder.path.is_dir() and RunFolder(above).exists():
+                raise InputError(f"{path} is a part of the run {above}: name the run, and --stage {folder.path.name}")
             raise InputError(f"{path} is not a run folder: it has no config.yaml (kineo runs lists the runs)")
         return folder
 

@@ -15,6 +15,7 @@ from kineograph.core.distributed import World
 from kineograph.core.memory import main_memory
 from kineograph.core.notes import Note
 from kineograph.core.units import format_count, format_size
+from kineograph.data.open_source import BlankSource
 from kineograph.doctor import machine
 from kineograph.doctor.estimate import MAX_MEMORY_SHARE, Estimate, count_data_ranks, estimate_stage
 from kineograph.doctor.sharded_memory import count_shards
@@ -123,7 +124,8 @@ def describe_estimate(estimate: Estimate, data: StageData, cursor: Cursor = STAR
     if missing is not None:
         line("MISSING", f"{missing}; estimated without them")
     items = len(data.source)
-    line("data", f"{stage.spec.data.source}, {f'{items:,} items' if items < 2**32 else 'endless'}")
+    size = "none found: the figures below assume some" if isinstance(data.source, BlankSource) else f"{items:,} items"
+    line("data", f"{stage.spec.data.source}, {size if items < 2**32 else 'endless'}")
     shape = stage.spec.data.shape
     line(
         "clip" if shape.frames > 1 else "picture",

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 # "clips": there is more than one frame; "paired": row i is drawn for real item i
 # "sound": generated clips have it
 Kind = Literal["captions", "real", "generated", "reconstruction", "tokens", "losses", "clips", "paired", "sound"]
+KIND_NAMES: dict[Kind, str] = {
+    "captions": "captions", "real": "real items", "generated": "drawn samples", "reconstruction": "reconstructions",
+    "tokens": "tokens", "losses": "losses", "clips": "clips of several frames", "paired": "a drawing of each real item",
+    "sound": "sound",
+}  # fmt: skip
 PixelKind = Literal["real", "generated", "reconstruction"]
 Side = Literal["real", "generated"]
 

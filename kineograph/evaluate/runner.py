@@ -28,7 +28,7 @@ from kineograph.data.open_source import Split, open_source
 from kineograph.evaluate import results_file
 from kineograph.evaluate.console import format_value
 from kineograph.evaluate.extractor.registry import Extractors, parse_choices
-from kineograph.evaluate.metric_api import MetricSkipped, Result
+from kineograph.evaluate.metric_api import KIND_NAMES, Kind, MetricSkipped, Result
 from kineograph.evaluate.picture_sets import MediaFolder, PictureSet, open_folder, open_split, read_at
 from kineograph.evaluate.saved_statistics import (
     SUFFIX,
@@ -369,7 +369,7 @@ def _report_skipped(evaluation: Evaluation, chosen: dict[str, Any], reasons: Rea
         why = "; ".join(dict.fromkeys(map(str, reasons[name])))
         if named:
             evaluation.missing.append(name)
-            why = why or f"no trained stage of this run offers {', '.join(sorted(metric.needs))}"
+            why = why or _name_missing(metric.needs, evaluation)
         if why:
             lines.setdefault(why, []).append(name)
     if named and not computed:
@@ -378,6 +378,12 @@ def _report_skipped(evaluation: Evaluation, chosen: dict[str, Any], reasons: Rea
         )
         raise InputError(why)
     evaluation.skipped += [f"skipped {', '.join(names)}: {why}" for why, names in lines.items()]
+
+
+def _name_missing(needs: frozenset[Kind], evaluation: Evaluation) -> str:
+    kinds = ", ".join(KIND_NAMES[kind] for kind in sorted(needs))
+    hint = "; reconstruction, rfid and codebook judge a tokenizer alone" if "generated" in needs else ""
+    return f"it needs {kinds}, and no trained stage of this run has them all{hint}"
 
 
 # What samples are compared with --------------------------------------------------------------------------------------

@@ -55,6 +55,10 @@ def find_preset(name: str) -> Path:
 def read_config(arguments: Sequence[str], extra: Tree | None = None, base: Tree | None = None) -> Tree:
     """Merge presets and files in the order given, then overrides, then `extra` (dotted keys from Python)."""
     tree: Tree = base or {}
+    if "=" in arguments:
+        at = list(arguments).index("=")
+        key, value = "".join(arguments[max(at - 1, 0) : at]), "".join(arguments[at + 1 : at + 2])
+        raise ConfigError(f"`=` stands alone: write {shorten(f'{key}={value}')} without spaces")
     for argument in arguments:
         if is_override(argument):
             continue

@@ -147,14 +147,19 @@ def _train_stages(run: _Run, data: dict[str, StageData]) -> None:
             _write_run_files(run.plan, run.folder, data)
         distributed.barrier()
         with run.stop.handle_signals(), _compile_ahead(run) as may_compile:
+            trained = False
             for stage in run.plan.stages:
                 if stage.spec.config.skip:
                     run.note(f"{stage.name}: skipped (stages.{stage.name}.skip=true)")
                 else:
                     training = _StageTraining(run, stage, data[stage.name], may_compile)
                     with deterministic_algorithms(training.device) if stage.train.deterministic else nullcontext():
-                        training.train()
+                        trained |= training.train()
                     _release_stage()
+            if not trained:
+                run.note(
+                    "nothing was left to train: a run keeps its own config.yaml. To train anew, give --run another folder"
+                )
     except Stopped:
         if distributed.is_first():
             write_atomic(run.folder.stopped_marker, "saved\n")
@@ -215,7 +220,8 @@ class _StageTraining:
         self.metrics = MetricsFile(run.folder.metrics_file)
         self.trackers = [tracker for name, tracker in run.trackers.items() if name in stage.train.trackers]
 
-    def train(self) -> None:
+    def train(self) -> bool:
+        """→ False if nothing was left to train."""
         run, stage, data = self.run, self.stage, self.data
         started = time.monotonic()
         checkpoints = run.folder.checkpoints(stage.name)
@@ -225,7 +231,7 @@ class _StageTraining:
             if is_finished(stage.train, saved_cursor(stage.train, saved)):
                 self._refuse_unhealthy(saved.step)
                 run.note(f"{stage.name}: finished at step {saved.step}")
-                return
+                return False
         task = build_for_training(run.plan, stage, self.stages, data, run.note)
         players = {name: stage.players[name] for name in task.players}
         seed, may_compile = run.plan.stage_seed(stage.name), partial(self.may_compile, stage.name)
@@ -286,6 +292,7 @@ class _StageTraining:
             loader.skipped.update(skipped)
         data.write_skipped(skipped_file, loader)
         previews.draw_curves()
+        return True
 
     def _refuse_unhealthy(self, step: int) -> None:
         """Refuse to go on from a finished stage whose last check, made while train.health was warn, was fatal."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kineograph.core import distributed
+from kineograph.core.notes import discard
 from kineograph.core.prompt import Prompt
 from kineograph.core.run_folder import RunFolder
 from kineograph.media.filenames import check_writable
@@ -15,6 +17,8 @@ from kineograph.sample.output import SampleWriter
 from kineograph.sample.prompt_file import read_prompts, split_stories
 from kineograph.sample.request import STORY_FORMATS, SampleRequest, check_format
 from kineograph.sample.sampler import Sampler
+
+TELL_EVERY = 5.0  # seconds between lines of progress
 
 
 def write_samples(
@@ -32,6 +36,7 @@ def write_samples(
     single process would choose. Scenes of a prompts file become stories, which rank 0 draws alone.
     """
     check_format(format, flags.get("fps"))
+    note = distributed.on_first_rank(note or discard)
     request = SampleRequest.from_flags(run, prompts, **flags)
     folder = out or RunFolder.existing(run).path / "drawn"
     check_writable(folder)
@@ -44,8 +49,13 @@ def write_samples(
     if clips or not scenes:
         drawing = sampler.plan(replace(request, prompts=clips) if scenes else request)
         writer = SampleWriter(drawing, folder, format)
-        for row, clip, sound in sampler.draw_clips(drawing, across_ranks=True):
+        total, told = len(drawing.rows), time.monotonic()
+        note(f"drawing {total:,} sample{'' if total == 1 else 's'} on {sampler.device}")
+        for number, (row, clip, sound) in enumerate(sampler.draw_clips(drawing, across_ranks=True), 1):
             writer.write(row, clip, sound)
+            if time.monotonic() - told > TELL_EVERY:
+                note(f"{number:,} of {total:,} samples are drawn")
+                told = time.monotonic()
         written += writer.finish()
     for story in stories if distributed.is_first() else ():
         written += story.save(folder, format, note)

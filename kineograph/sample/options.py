@@ -12,8 +12,13 @@ from kineograph.core.errors import ConfigError
 def resolve_options(config: StageConfig, options: Mapping[str, Any] | None = None, **flags: Any) -> Config | None:
     """The stage's `sample` section with `options` (keys `sample.K` or `K`) and then flags such as guidance applied."""
     current = config.sample_options
-    changes = {key.removeprefix("sample."): value for key, value in (options or {}).items()}
     flags = {key: value for key, value in flags.items() if value is not None}
+    changes: dict[str, Any] = {}
+    for key, value in (options or {}).items():
+        name = key.removeprefix("sample.")
+        if name in changes or name in flags:
+            raise ConfigError(f"sample.{name} is set twice, by --{name} too: leave one of them out")
+        changes[name] = value
     if not changes and not flags:
         return current
     if current is None:

@@ -32,6 +32,7 @@ from kineograph.stage.spec import StageSpec
 MAX_BYTES = 2**26
 MAX_PROMPTS = 1_000_000  # 1 GB of memory
 SEPARATOR = "@@"
+OTHER_FORMS = (".csv", ".tsv", ".json", ".yaml", ".yml", ".parquet")  # each of their lines would be a prompt
 # Errors name the flags of a command; a prompt has these fields in their place.
 _FIELDS = {"--prime": "image", "--mask": "mask", "--negative": "negative", "--frames": "frames", "--overlap": "overlap"}
 
@@ -39,6 +40,10 @@ _FIELDS = {"--prime": "image", "--mask": "mask", "--negative": "negative", "--fr
 def read_prompts(path: str | Path, noun: str = "prompt") -> list[Prompt]:
     """Read a file of prompts or (`noun`) scenes; check its pictures. An error names the file, the line and the remedy."""
     path = Path(path)
+    if path.suffix.lower() in OTHER_FORMS:
+        raise InputError(
+            f"{path}: {noun}s are read from text, one per line, or from .jsonl, one object per line: save them in one of these forms"
+        )
     is_json = path.suffix.lower() == ".jsonl"
     prompts: list[Prompt] = []
     for number, line in enumerate(split_lines(_read_text(path, noun)), 1):

@@ -99,7 +99,7 @@ class SampleRequest:
         if self.fps is not None and not 0 < self.fps < math.inf:
             raise InputError(f"--fps {self.fps:g} is not a speed: use a number above 0")
         if self.mask is not None and self.prime is None:
-            raise InputError("--mask needs the picture to inpaint: add --prime")
+            raise InputError("--mask needs the picture to inpaint: add --prime (runs of dalle2 can inpaint)")
 
     @classmethod
     def from_flags(

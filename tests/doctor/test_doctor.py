@@ -522,6 +522,7 @@ def test_a_run_without_its_data_is_estimated_all_the_same(tmp_path: Path, capsys
     examine([str(path), "data.source=folder", f"data.folder={tmp_path / 'gone'}"], memory=8)
     text = capsys.readouterr().out
     assert "gone does not exist" in text and "estimated without data" in text
+    assert "none found: the figures below assume some" in text and "1,024 items" not in text
     assert "fits" in text and "8 GiB on a GPU of that size" in text
     with pytest.raises(InputError, match="--memory 8 needs"):
         examine([], memory=8)

@@ -312,7 +312,9 @@ def test_mistakes_are_told(tmp_path, run):
     with pytest.raises(InputError, match="not a run folder"):
         evaluate(tmp_path)
     codec = make_run(tmp_path / "codec", "tokenizer")
-    with pytest.raises(InputError, match=r"caption_accuracy.*offers captions, generated"):
+    with pytest.raises(
+        InputError, match=r"caption_accuracy.*needs captions, drawn samples, .*rfid and codebook judge a tokenizer"
+    ):
         evaluate(codec.path, ["caption_accuracy"], samples=2, device="cpu")
     empty = make_run(tmp_path / "empty", "tokenizer")
     (empty.checkpoints("tokenizer") / "step-00000020").rename(tmp_path / "gone")

@@ -150,6 +150,7 @@ def test_a_later_checkpoint_than_the_folders_own_is_gone_on_from(whole: Path, tm
     told: list[str] = []
     go_on(run, str(step(whole, "generator", STEPS)), told=told)
     assert "generator: finished at step 6" in told
+    assert any(line.startswith("nothing was left to train: a run keeps its own config.yaml") for line in told)
     told.clear()
     earlier = tar_of(step(whole, "generator"), tmp_path / "earlier.tar")
     go_on(run, str(earlier), told=told)

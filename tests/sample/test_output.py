@@ -67,6 +67,29 @@ def test_fps_without_effect_is_refused(run, tmp_path, call, why):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    "flags", [{"steps": 2, "options": ["sample.steps=3"]}, {"guidance": 2.0, "options": ["sample.guidance=1"]}]
+)
+def test_an_option_that_is_set_twice_is_refused(run, tmp_path, flags):
+    with pytest.raises(ConfigError, match=r"sample\.(steps|guidance) is set twice, by --(steps|guidance) too"):
+        write_samples(run, ["a 3"], out=tmp_path, device="cpu", **flags)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_is_told(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("kineograph.sample.command.TELL_EVERY", 0)
+    told = []
+    write_samples(run, ["a 3", "a 5"], out=tmp_path, device="cpu", note=told.append)
+    assert told == ["drawing 2 samples on cpu", "1 of 2 samples are drawn", "2 of 2 samples are drawn"]
+
+
+def test_a_stage_of_a_run_is_not_the_run(run, tmp_path):
+    with pytest.raises(
+        InputError, match=r"generator is a part of the run .*clips: name the run, and --stage generator"
+    ):
+        write_samples(run / "generator", ["a 3"], out=tmp_path, device="cpu")
+
+
 def test_nothing_is_overwritten(run, tmp_path):
     first = write_samples(run, ["a 3"], out=tmp_path, seed=1, device="cpu")
     before = first[0].read_bytes()

@@ -109,6 +109,13 @@ def test_mistakes_name_the_file_the_line_and_the_remedy(tmp_path, name, line, wh
     assert str(error.value).startswith(f"{path}, line 2: ") and why in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["p.csv", "p.TSV", "p.json", "p.yaml"])
+def test_tables_and_documents_are_no_lists_of_prompts(tmp_path, name):
+    """Their header, braces and columns would be drawn."""
+    with pytest.raises(InputError, match=r"prompts are read from text, one per line, or from \.jsonl"):
+        read_prompts(write_lines(tmp_path / name, "prompt,seed", "a 3,7"))
+
+
 def test_files_without_prompts_are_refused(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"p\.jsonl holds no prompts: write one per line"):
         read_prompts(write_lines(tmp_path / "p.jsonl", "", " "))
