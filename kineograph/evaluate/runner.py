@@ -171,7 +171,7 @@ def evaluate(
     samples = 256 if samples is None else samples
     split = split or ("validation" if asked is None else f"prompts-{asked.name}")
     if asked is None and split not in get_args(Split):
-        raise InputError(f"--split {split}: use {' or '.join(get_args(Split)[1:])}")
+        raise InputError(f"--split {split}: use {', '.join(get_args(Split))}")
     if samples < 1:
         raise InputError(f"samples={samples}: use 1 or more")
     folder = RunFolder.existing(run)
