@@ -12,6 +12,7 @@ import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from unicodedata import normalize
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # imports torch
     from kineograph.core.protocols import Source
 
 _MAX_SIDECAR = 2**20  # bytes
+_MAX_HEADER = 2**16  # characters
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 TEXT_KEYS = ("text", "caption", "prompt", "texts", "captions", "prompts")
 FILE_KEYS = ("file_name", "video", "media_path", "path")
@@ -224,7 +226,7 @@ def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tu
         return
     text = read_text(path)
     if path.suffix == ".csv":
-        reader = csv.DictReader(io.StringIO(text, newline=""))
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=split_header(text)[0])
         try:
             columns = reader.fieldnames or ()
             if not set(FILE_KEYS) & set(columns):
@@ -247,6 +249,18 @@ def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tu
             yield number, row
         else:
             problems.append(Problem(name, f"line {number} is not a JSON object"))
+
+
+def split_header(text: str, delimiters: str = ",\t;") -> tuple[str, list[str]]:
+    """→ delimiter and columns of a table: the first delimiter that separates a column of files, or else that separates anything."""
+    found: dict[str, list[str]] = {}
+    for delimiter in delimiters:
+        with suppress(csv.Error):
+            found[delimiter] = next(csv.reader(io.StringIO(text[:_MAX_HEADER], newline=""), delimiter=delimiter), [])
+    fitting = [delimiter for delimiter, columns in found.items() if set(FILE_KEYS) & set(columns)]
+    several = [delimiter for delimiter, columns in found.items() if len(columns) > 1]
+    best = [*fitting, *several, delimiters[0]][0]
+    return best, found.get(best, [])
 
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
@@ -21,6 +19,7 @@ from kineograph.data.captions import (
     Problem,
     names_files,
     read_parquet_columns,
+    split_header,
 )
 from kineograph.data.media_config import media_kind
 
@@ -121,14 +120,8 @@ def _read_head(path: Path) -> str:
 def _read_columns(path: Path) -> set[str]:
     if path.suffix.lower() == ".parquet":
         return read_parquet_columns(path)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with suppress(csv.Error):
-        return {
-            column.strip()
-            for column in next(csv.reader(io.StringIO(_read_head(path)), delimiter=delimiter), [])
-            if column.strip()
-        }
-    return set()
+    columns = split_header(_read_head(path), "\t,;" if path.suffix.lower() == ".tsv" else ",\t;")[1]
+    return {column.strip() for column in columns if column.strip()}
 
 
 def _read_keys(path: Path) -> set[str]:

@@ -117,6 +117,13 @@ COCO = {"info": {}, "images": [{"id": 1, "file_name": "a.png"}], "annotations": 
     [
         ("captions.csv", "image,caption\na.png,red\n", "columns caption, image: .* name it metadata.csv"),
         ("list.tsv", "image\tcaption\na.png\tred\n", "columns caption, image: .* name it metadata.csv"),
+        ("captions.csv", "image;caption\na.png;red, round\n", "columns caption, image: .* name it metadata.csv"),
+        ("captions.csv", "image\tcaption\na.png\tred\n", "columns caption, image: .* name it metadata.csv"),
+        (
+            "metadata.csv",
+            "file_name;title\na.png;red\n",
+            "no column text, caption or prompt, but file_name, title: rename",
+        ),
         (
             "metadata.csv",
             "file_name,title\na.png,red\n",
