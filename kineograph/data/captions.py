@@ -159,11 +159,14 @@ def _read_paired_lines(root: Path, videos: str, prompts: str) -> list[Row]:
 
 
 def _read_metadata(path: Path, name: str, problems: list[Problem]) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
+    nameless: list[int] = []
+    keys: dict[str, None] = {}  # of all lines, in order
     for number, row in _iterate_rows(path, name, problems):
+        keys |= dict.fromkeys(row)
         file = _find_file(row)
         if file is None:
-            problems.append(Problem(name, f"line {number} has no file_name"))
+            nameless.append(number)
             continue
         clips = row.get("clips")
         for part in clips if isinstance(clips, list) and clips else [row]:
@@ -171,7 +174,19 @@ def _read_metadata(path: Path, name: str, problems: list[Problem]) -> list[Row]:
                 rows.append(Row(file, find_texts(part), _parse_span(part, clips is not None)))
             except ValueError as error:
                 problems.append(Problem(name, f"line {number}: {error}"))
+    if nameless and not keys.keys() & set(FILE_KEYS):
+        found = ", ".join([*keys][:12])[:200] or "none at all"
+        captions = "" if keys.keys() & {*TEXT_KEYS, "clips"} else ", and that of the captions to text"
+        reason = f"no key {list_words(FILE_KEYS)} in any line, but {found}: rename that of the files{captions}"
+        problems.append(Problem(name, reason))
+    else:
+        problems += [Problem(name, f"line {number} has no file_name") for number in nameless]
     return rows
+
+
+def list_words(words: Sequence[str]) -> str:
+    """`a, b or c`"""
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _find_file(row: dict[str, Any]) -> str | None:

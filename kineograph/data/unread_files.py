@@ -17,6 +17,7 @@ from kineograph.data.captions import (
     SIDECARS,
     TEXT_KEYS,
     Problem,
+    list_words,
     names_files,
     read_parquet_columns,
     split_header,
@@ -74,7 +75,7 @@ def _find_unknown_captions(root: Path, name: str, uncaptioned: Set[str]) -> Iter
             if columns & set(FILE_KEYS) and not columns & {*TEXT_KEYS, "clips"}:
                 yield Problem(
                     name,
-                    f"no column {_list_words(TEXT_KEYS[:3])}, but {', '.join(sorted(columns))}: rename that of the captions",
+                    f"no column {list_words(TEXT_KEYS[:3])}, but {', '.join(sorted(columns))}: rename that of the captions",
                 )
         elif len(columns) > 1:
             yield Problem(
@@ -87,7 +88,7 @@ def _find_unknown_captions(root: Path, name: str, uncaptioned: Set[str]) -> Iter
         if keys & set(FILE_KEYS) and not keys & {*TEXT_KEYS, "clips"}:
             yield Problem(
                 name,
-                f"no key {_list_words(TEXT_KEYS[:3])} in its first line, but {', '.join(sorted(keys))}: rename that of the captions",
+                f"no key {list_words(TEXT_KEYS[:3])} in its first line, but {', '.join(sorted(keys))}: rename that of the captions",
             )
     elif path.suffix.lower() == ".json":
         form = _find_json_form(_read_head(root / name))
@@ -105,10 +106,6 @@ def _find_json_form(head: str) -> str | None:
     if any(media_kind(key) for key in keys) or (keys & set(FILE_KEYS) and keys & set(TEXT_KEYS)):
         return "a .json"
     return "item" if keys & set(TEXT_KEYS) else None
-
-
-def _list_words(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _read_head(path: Path) -> str:
