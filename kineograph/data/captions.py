@@ -12,6 +12,7 @@ import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from unicodedata import normalize
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # imports torch
     from kineograph.core.protocols import Source
 
 _MAX_SIDECAR = 2**20  # bytes
+_MAX_HEADER = 2**16  # characters
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 TEXT_KEYS = ("text", "caption", "prompt", "texts", "captions", "prompts")
 FILE_KEYS = ("file_name", "video", "media_path", "path")
@@ -157,11 +159,14 @@ def _read_paired_lines(root: Path, videos: str, prompts: str) -> list[Row]:
 
 
 def _read_metadata(path: Path, name: str, problems: list[Problem]) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
+    nameless: list[int] = []
+    keys: dict[str, None] = {}  # of all lines, in order
     for number, row in _iterate_rows(path, name, problems):
+        keys |= dict.fromkeys(row)
         file = _find_file(row)
         if file is None:
-            problems.append(Problem(name, f"line {number} has no file_name"))
+            nameless.append(number)
             continue
         clips = row.get("clips")
         for part in clips if isinstance(clips, list) and clips else [row]:
@@ -169,7 +174,19 @@ def _read_metadata(path: Path, name: str, problems: list[Problem]) -> list[Row]:
                 rows.append(Row(file, find_texts(part), _parse_span(part, clips is not None)))
             except ValueError as error:
                 problems.append(Problem(name, f"line {number}: {error}"))
+    if nameless and not keys.keys() & set(FILE_KEYS):
+        found = ", ".join([*keys][:12])[:200] or "none at all"
+        captions = "" if keys.keys() & {*TEXT_KEYS, "clips"} else ", and that of the captions to text"
+        reason = f"no key {list_words(FILE_KEYS)} in any line, but {found}: rename that of the files{captions}"
+        problems.append(Problem(name, reason))
+    else:
+        problems += [Problem(name, f"line {number} has no file_name") for number in nameless]
     return rows
+
+
+def list_words(words: Sequence[str]) -> str:
+    """`a, b or c`"""
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _find_file(row: dict[str, Any]) -> str | None:
@@ -224,7 +241,7 @@ def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tu
         return
     text = read_text(path)
     if path.suffix == ".csv":
-        reader = csv.DictReader(io.StringIO(text, newline=""))
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=split_header(text)[0])
         try:
             columns = reader.fieldnames or ()
             if not set(FILE_KEYS) & set(columns):
@@ -247,6 +264,18 @@ def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tu
             yield number, row
         else:
             problems.append(Problem(name, f"line {number} is not a JSON object"))
+
+
+def split_header(text: str, delimiters: str = ",\t;") -> tuple[str, list[str]]:
+    """→ delimiter and columns of a table: the first delimiter that separates a column of files, or else that separates anything."""
+    found: dict[str, list[str]] = {}
+    for delimiter in delimiters:
+        with suppress(csv.Error):
+            found[delimiter] = next(csv.reader(io.StringIO(text[:_MAX_HEADER], newline=""), delimiter=delimiter), [])
+    fitting = [delimiter for delimiter, columns in found.items() if set(FILE_KEYS) & set(columns)]
+    several = [delimiter for delimiter, columns in found.items() if len(columns) > 1]
+    best = [*fitting, *several, delimiters[0]][0]
+    return best, found.get(best, [])
 
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:

@@ -17,11 +17,11 @@ from kineograph.core.safe_media import read_media
 from kineograph.data.array_layout import FPS, Layout, check_values, describe_layout, infer_layout
 from kineograph.data.arrays import Array, list_npz, read_captions_beside
 from kineograph.data.buckets import MediaInfo
-from kineograph.data.captions import Problem, Span, find_captions, names_side, read_captions
+from kineograph.data.captions import Problem, find_captions, names_side, read_captions
 from kineograph.data.check_report import ArrayPlace, CheckedItem, Report
 from kineograph.data.decode import has_damaged_profile, probe_media, raise_unreadable
 from kineograph.data.file_listing import Listing, list_folder
-from kineograph.data.folder import Folder, FolderConfig, build_items, cut_items
+from kineograph.data.folder import Folder, FolderConfig, Item, build_items, cut_items
 from kineograph.data.loss_masks import find_mask_problems
 from kineograph.data.media_config import media_kind
 from kineograph.data.shard_check import check_shards
@@ -118,25 +118,27 @@ def bucket_lines(config: FolderConfig) -> list[str]:
 
 
 def _check_media(report: Report, names: list[str], config: FolderConfig, masks: dict[str, str]) -> dict[str, MediaInfo]:
-    """→ sizes and lengths of the files that can be read"""
+    """→ sizes and whole lengths of the files that can be read"""
     unusable: list[str] = []
 
     def measure(name: str) -> MediaInfo | Problem:
         path, suffix = report.path / name, PurePosixPath(name).suffix
         try:
             if media_kind(name) == "clip":
-                return config.trim.measure(probe_media(path, suffix, name, decode_all=True, limits=config.limits))
-            with raise_unreadable(name):
-                content = read_media(path, config.limits)  # once, for both
-            info = probe_media(content, suffix, name, decode_all=True, limits=config.limits)
-            if has_damaged_profile(content, name):
-                unusable.append(name)
-            return config.trim.measure(info)
+                info = probe_media(path, suffix, name, decode_all=True, limits=config.limits)
+            else:
+                with raise_unreadable(name):
+                    content = read_media(path, config.limits)  # once, for both
+                info = probe_media(content, suffix, name, decode_all=True, limits=config.limits)
+                if has_damaged_profile(content, name):
+                    unusable.append(name)
+            config.trim.measure(info)  # refuses a clip of which nothing is left
+            return info
         except Unreadable as error:
             return Problem(name, error.reason)
 
     results = _map_threads(measure, names)
-    report.media += [result for result in results if isinstance(result, MediaInfo)]
+    report.media += [config.trim.measure(result) for result in results if isinstance(result, MediaInfo)]
     report.problems += [result for result in results if isinstance(result, Problem)]
     if masks:
         known = {name: info for name, info in zip(names, results, strict=True) if isinstance(info, MediaInfo)}
@@ -221,7 +223,7 @@ def _check_captions(
     captioned = {item: several for item, several in found.items() if several}
     report.captions = [several[0] for several in captioned.values()]
     report.items = [
-        CheckedItem(item.name, _measure_part(measured.get(item.name), item.span), tuple(found[item] or ()), item.span)
+        CheckedItem(item.name, _measure_item(report, item, measured, config), tuple(found[item] or ()), item.span)
         for item in items
     ]
     report.sided += sum(any(map(names_side, several)) for several in captioned.values())
@@ -239,12 +241,13 @@ def _check_captions(
         report.problems += [Problem(item.identity, "no caption") for item in missing]
 
 
-def _measure_part(info: MediaInfo | None, span: Span | None) -> MediaInfo | None:
-    if info is None or span is None:
-        return info
+def _measure_item(report: Report, item: Item, measured: dict[str, MediaInfo], config: FolderConfig) -> MediaInfo | None:
+    """Size and length of a file, or of a part of it, which may begin after the end of its clip."""
+    info, is_cut = measured.get(item.name), config.cut is not None and item.span is not None  # cut clips are trimmed
     try:
-        return UNTRIMMED.measure(info, span[:2])
-    except Unreadable:  # it begins after the end of its clip
+        return info and (UNTRIMMED if is_cut else config.trim).measure(info, item.span and item.span[:2])
+    except Unreadable as error:
+        report.problems.append(Problem(item.identity, error.reason))
         return None
 
 

@@ -62,7 +62,7 @@ def scan(
     if skipped and note:
         path, reason = skipped[0]
         of = f"{len(indices):,} checked of {count:,}" if is_sample else f"{count}"
-        note(f"{len(skipped)} of {of} {kind} cannot be read and are left out, the first is {path}: {reason}")
+        note(f"{len(skipped)} of {of} {kind} cannot be read and are replaced by others, the first is {path}: {reason}")
     return skipped
 
 

@@ -77,7 +77,7 @@ class Trim:
         """Size and length of what is read; a still picture stays. Raises Unreadable if nothing is left."""
         if not info.seconds or not (self or inside):
             return info
-        if inside is not None and inside[0] >= info.seconds:
+        if inside is not None and inside[0] >= info.seconds - TOLERANCE:
             raise Unreadable("", f"its clip begins at {inside[0]:g} s, but it lasts {info.seconds:.3g} s")
         begin, end = self.span(info.seconds, info.frames / info.seconds, inside)
         return info._replace(frames=max(1, round(info.frames * (end - begin) / info.seconds)), seconds=end - begin)

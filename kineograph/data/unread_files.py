@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
@@ -19,8 +17,10 @@ from kineograph.data.captions import (
     SIDECARS,
     TEXT_KEYS,
     Problem,
+    list_words,
     names_files,
     read_parquet_columns,
+    split_header,
 )
 from kineograph.data.media_config import media_kind
 
@@ -75,7 +75,7 @@ def _find_unknown_captions(root: Path, name: str, uncaptioned: Set[str]) -> Iter
             if columns & set(FILE_KEYS) and not columns & {*TEXT_KEYS, "clips"}:
                 yield Problem(
                     name,
-                    f"no column {_list_words(TEXT_KEYS[:3])}, but {', '.join(sorted(columns))}: rename that of the captions",
+                    f"no column {list_words(TEXT_KEYS[:3])}, but {', '.join(sorted(columns))}: rename that of the captions",
                 )
         elif len(columns) > 1:
             yield Problem(
@@ -88,7 +88,7 @@ def _find_unknown_captions(root: Path, name: str, uncaptioned: Set[str]) -> Iter
         if keys & set(FILE_KEYS) and not keys & {*TEXT_KEYS, "clips"}:
             yield Problem(
                 name,
-                f"no key {_list_words(TEXT_KEYS[:3])} in its first line, but {', '.join(sorted(keys))}: rename that of the captions",
+                f"no key {list_words(TEXT_KEYS[:3])} in its first line, but {', '.join(sorted(keys))}: rename that of the captions",
             )
     elif path.suffix.lower() == ".json":
         form = _find_json_form(_read_head(root / name))
@@ -108,10 +108,6 @@ def _find_json_form(head: str) -> str | None:
     return "item" if keys & set(TEXT_KEYS) else None
 
 
-def _list_words(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}"
-
-
 def _read_head(path: Path) -> str:
     with suppress(OSError), open(path, encoding="utf-8-sig", errors="replace") as file:
         return file.read(_HEAD)
@@ -121,14 +117,8 @@ def _read_head(path: Path) -> str:
 def _read_columns(path: Path) -> set[str]:
     if path.suffix.lower() == ".parquet":
         return read_parquet_columns(path)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with suppress(csv.Error):
-        return {
-            column.strip()
-            for column in next(csv.reader(io.StringIO(_read_head(path)), delimiter=delimiter), [])
-            if column.strip()
-        }
-    return set()
+    columns = split_header(_read_head(path), "\t,;" if path.suffix.lower() == ".tsv" else ",\t;")[1]
+    return {column.strip() for column in columns if column.strip()}
 
 
 def _read_keys(path: Path) -> set[str]:

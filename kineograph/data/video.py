@@ -221,7 +221,16 @@ def _seek(container: Any, stream: Any, first: int, seconds: float) -> None:
     """Seek to the keyframe at or before this time; `first` is the first picture's time in the stream's clock."""
     # Streams without an index: their demuxers land up to a group of pictures too late.
     early = 1.0 if container.format.name in _UNINDEXED else 0.0
-    container.seek(first + int((seconds - early) / float(stream.time_base)), stream=stream, backward=True)
+    _seek_to(container, first + int((seconds - early) / float(stream.time_base)), stream=stream, backward=True)
+
+
+def _seek_to(container: Any, place: int, **options: Any) -> None:
+    import av
+
+    try:
+        container.seek(place, **options)
+    except av.FFmpegError:  # EPERM, a PermissionError, of a Matroska file without packets
+        raise Unreadable("", "damaged or cut off: no frame can be found") from None
 
 
 class FrameConverter:
@@ -322,7 +331,7 @@ def _find_first(container: Any, stream: Any, meter: Meter) -> int:
         if len(shown) == _REORDERED:
             break
     if not shown:  # no packet is marked as a keyframe
-        container.seek(0)
+        _seek_to(container, 0)
         shown = [_packet_time(packet) for packet in islice(_iterate_packets(container, stream, meter), _REORDERED)]
     if not shown:
         raise Unreadable("", _NO_FRAMES)

@@ -81,7 +81,7 @@ def write_crops(
     folders: Sequence[Path], out: Path, count: int, settings: Sequence[str] = (), note: Note = print
 ) -> Path:
     """Write `count` crops of what `folders` hold, equally many of each, into a new or empty folder. → the folder."""
-    tree: Tree = dict(parse_override(text) for text in settings)
+    tree: Tree = dict(parse_override(text.removeprefix("data.")) for text in settings)
     config = parse(CropConfig, tree)
     if not folders:
         raise InputError("crops are cut out of pictures of yours: add --from FOLDER")

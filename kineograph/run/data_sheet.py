@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ from kineograph.run.layers import is_override, read_config
 from kineograph.run.plan import RunConfig, make_plan
 
 _FORMATS = (".png", ".jpg", ".jpeg", ".webp")
+_MOST_FAILED = 1000  # items that cannot be read, after which no more are tried
+_LISTED = 16  # of these
 
 
 def show_data(
@@ -48,12 +51,7 @@ def show_data(
         note(source.note)
     for line in summarise_fit(source, config):
         note(line)
-    samples: list[Sample] = []
-    for index in select_evenly(len(source), count):
-        try:
-            samples.append(_read(source, index))
-        except Unreadable as error:
-            note(f"cannot be read: {error.path}: {error.reason}")
+    samples = _read_evenly(source, count, note)
     if not samples:
         raise InputError(f"{path}: none of the items can be read; kineo data check {path} lists them all")
     cells = [enlarge_for_caption(_show_pixels(sample)) for sample in samples]
@@ -64,6 +62,27 @@ def show_data(
         f"with {config.channels} channel{'s' if config.channels > 1 else ''} (frames × height × width)"
     )
     return out
+
+
+def _read_evenly(source: Source, count: int, note: Note) -> list[Sample]:
+    """Evenly spaced items; one that cannot be read is replaced by the next that is not shown yet."""
+    total = len(source)
+    indices = select_evenly(total, count)
+    samples: dict[int, Sample] = {}
+    lines: list[str] = []
+    for index in indices:  # grows with each that cannot be read
+        try:
+            samples[index] = _read(source, index)
+        except Unreadable as error:
+            lines.append(f"cannot be read: {error.path}: {error.reason}")
+            if len(lines) < _MOST_FAILED:
+                following = (place % total for place in range(index + 1, index + total))
+                indices += islice((place for place in following if place not in indices), 1)
+    for line in lines[:_LISTED]:
+        note(line)
+    if len(lines) > _LISTED:
+        note(f"… and {len(lines) - _LISTED} more; kineo data check lists them all")
+    return [samples[index] for index in sorted(samples)]
 
 
 def _read(source: Source, index: int) -> Sample:

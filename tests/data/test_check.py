@@ -105,6 +105,7 @@ def test_every_problem_is_named(pictures):
     assert found["p03.txt"] == "not UTF-8 text"
     assert found["lonely.txt"] == "a caption without image or clip"
     metadata = [reason for path, reason in report.problems if path == "metadata.jsonl"]
+    assert "line 3 has no file_name" in metadata
     assert len(metadata) == 3
     assert any("gone.png" in reason for reason in metadata)
     assert len(report.problems) == 10
@@ -172,6 +173,29 @@ def test_parts_of_a_clip_are_items_of_their_own(tmp_path, make_video, counting):
     assert problems(report) == {"clip.mp4@1-2": "no caption"}
     assert "captions: 3 of 4 (1 missing), 0 repeated, words 2 to 4 (median 3)" in report.lines()
     assert "3 captioned parts of 1 clips" in report.lines()
+
+
+def test_parts_that_begin_after_the_end_of_their_clip(tmp_path, make_video, counting):
+    make_video(tmp_path / "m0.mp4", counting(10), fps=5)
+    parts = [{"start": 0, "end": 1}, {"start": 1.5, "end": 60}, {"start": 2, "end": 3}, {"start": 50, "end": 60}]
+    texts = [{**part, "text": f"part {number}"} for number, part in enumerate(parts)]
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "m0.mp4", "clips": texts}))
+    beyond = {
+        f"m0.mp4@{name}": f"its clip begins at {name.split('-')[0]} s, but it lasts 2 s" for name in ("2-3", "50-60")
+    }
+    report = check_folder(tmp_path)
+    assert problems(report) == beyond
+    assert [item.info and item.info.seconds for item in report.items] == [
+        pytest.approx(1),
+        pytest.approx(0.5),
+        None,
+        None,
+    ]
+    assert problems(check_folder(tmp_path, FolderConfig(folder=str(tmp_path), start=0.8))) == beyond
+    shorter = problems(check_folder(tmp_path, FolderConfig(folder=str(tmp_path), end=1.5)))
+    assert shorter == beyond | {"m0.mp4@1.5-60": "nothing is left of its 2 s with data.end=1.5"}
+    cut = FolderConfig(folder=str(tmp_path), cut={"seconds": 0.5})
+    assert problems(check_folder(tmp_path, cut)) == beyond
 
 
 def test_gif_lengths(tmp_path):

@@ -75,6 +75,26 @@ def test_metadata(tmp_path, form):
     assert (form == "csv") or any("line 4 is not JSON" in problem.reason for problem in source.problems)
 
 
+@pytest.mark.parametrize("delimiter", ["\t", ";"])
+def test_metadata_with_another_delimiter(tmp_path, delimiter):
+    picture(tmp_path / "a.png")
+    picture(tmp_path / "b.png")
+    with open(tmp_path / "metadata.csv", "w", newline="") as file:
+        rows = [("file_name", "text"), ("a.png", "red, round"), ("b.png", f"one{delimiter} two")]
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    assert captions(opened(tmp_path)) == {"a.png": "red, round", "b.png": " ".join(f"one{delimiter} two".split())}
+    assert not check_folder(tmp_path).problems
+
+
+def test_commas_separate_where_they_name_a_column_of_files(tmp_path):
+    picture(tmp_path / "a.png")
+    (tmp_path / "metadata.csv").write_text("file_name,text,size;unit\na.png,red; round,3\n")
+    assert captions(opened(tmp_path)) == {"a.png": "red; round"}
+    (tmp_path / "metadata.csv").write_text("image;text\na.png;red\n")
+    with pytest.raises(InputError, match=r"columns image, text: file_name and text are needed"):
+        opened(tmp_path)
+
+
 SEPARATORS = "\u2028\u2029\x85\x0b\x0c\x1c"  # that str.splitlines ends lines at
 
 

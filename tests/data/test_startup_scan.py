@@ -66,7 +66,7 @@ def test_a_sample_of_a_large_set_is_checked(monkeypatch, source):
     assert scan(source, 0.2, notes.append) == EXPECTED[:1]
     assert sorted(reads) == [0, 3, 6, 9, 12]
     assert notes == [
-        f"1 of 5 checked of 14 items cannot be read and are left out, the first is broken.png: {EXPECTED[0].reason}"
+        f"1 of 5 checked of 14 items cannot be read and are replaced by others, the first is broken.png: {EXPECTED[0].reason}"
     ]
     with pytest.raises(InputError, match="1 of 5 items"):
         scan(source, 0.1)

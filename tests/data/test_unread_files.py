@@ -117,6 +117,13 @@ COCO = {"info": {}, "images": [{"id": 1, "file_name": "a.png"}], "annotations": 
     [
         ("captions.csv", "image,caption\na.png,red\n", "columns caption, image: .* name it metadata.csv"),
         ("list.tsv", "image\tcaption\na.png\tred\n", "columns caption, image: .* name it metadata.csv"),
+        ("captions.csv", "image;caption\na.png;red, round\n", "columns caption, image: .* name it metadata.csv"),
+        ("captions.csv", "image\tcaption\na.png\tred\n", "columns caption, image: .* name it metadata.csv"),
+        (
+            "metadata.csv",
+            "file_name;title\na.png;red\n",
+            "no column text, caption or prompt, but file_name, title: rename",
+        ),
         (
             "metadata.csv",
             "file_name,title\na.png,red\n",
@@ -127,6 +134,13 @@ COCO = {"info": {}, "images": [{"id": 1, "file_name": "a.png"}], "annotations": 
             '{"file_name": "a.png", "title": "red"}',
             "no key text, caption or prompt .* file_name, title",
         ),
+        (
+            "metadata.jsonl",
+            '{"image": "a.png", "id": 3, "description": "red"}\n' * 3,
+            "^no key file_name, video, media_path or path in any line, but image, id, description: "
+            "rename that of the files, and that of the captions to text$",
+        ),
+        ("metadata.jsonl", '{"image": "a.png", "text": "red"}\n' * 2, "but image, text: rename that of the files$"),
         ("captions_train2017.json", json.dumps(COCO), "COCO's form are not read: write metadata.jsonl"),
     ],
 )

@@ -1,3 +1,5 @@
+import errno
+
 import av
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ import torch
 from kineograph.core.errors import Unreadable
 from kineograph.core.safe_media import MediaLimits
 from kineograph.data import video
-from kineograph.data.decode import decode_media
+from kineograph.data.decode import decode_media, probe_media
 from kineograph.data.media_config import DecodeOptions
 from kineograph.data.transforms import ResizeCrop
 
@@ -179,6 +181,28 @@ def test_cut_video(tmp_path, make_video, counting, numbers):
         assert 1 <= len(clip.pixels) <= 2
     with pytest.raises(Unreadable, match=r"damaged or cut off: nothing can be decoded after [\d.]+ s$"):
         video.probe_video(path, decode_all=True, limits=MediaLimits())
+
+
+@pytest.mark.parametrize("suffix", [".mkv", ".webm"])
+def test_cut_off_before_the_first_frame(tmp_path, make_video, counting, suffix):
+    path = make_video(tmp_path / f"a{suffix}", counting(20))
+    data = path.read_bytes()
+    path.write_bytes(data[: data.index(b"\x1f\x43\xb6\x75") + 20])  # inside the first cluster
+    with pytest.raises(Unreadable, match="damaged or cut off: no frame can be found"):
+        probe_media(path, suffix, path.name, decode_all=True)
+    with pytest.raises(Unreadable, match="damaged or cut off: no frame can be found"):
+        decode(path, path.name, wanted(truncated=True), np.random.default_rng(0))
+
+
+def test_no_permission(tmp_path, make_video, counting, monkeypatch):
+    path = make_video(tmp_path / "a.mkv", counting(4))
+
+    def refuse(*_, **__):
+        raise av.PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(av, "open", refuse)
+    with pytest.raises(Unreadable, match="no permission to read it"):
+        decode(path, path.name, wanted(), np.random.default_rng(0))
 
 
 def test_sound_only(tmp_path):

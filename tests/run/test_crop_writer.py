@@ -49,6 +49,13 @@ def test_no_picture_has_crops_in_both_splits(wallpapers, tmp_path):
     assert len({item.name.split("/")[0] for item in by_file.items}) > len(validation)
 
 
+def test_keys_may_have_the_prefix_of_data(wallpapers, tmp_path):
+    out = write_crops([wallpapers], tmp_path / "crops", 12, ["data.size=16", "data.smallest=32"])
+    assert {Image.open(path).size for path in out.rglob("*.png")} == {(16, 16)}
+    with pytest.raises(ConfigError, match="unknown key sise: did you mean size"):
+        write(wallpapers, tmp_path / "others", 12, "data.sise=8")
+
+
 def test_versions_of_one_picture_are_one(wallpapers, tmp_path):
     """In another size, gray and negative, mirrored, or named so."""
     first = picture(0, 192, 128)

@@ -68,6 +68,22 @@ def test_the_command(wide: Path, tmp_path: Path) -> None:
     assert "cannot be read: c.png" in result.output
 
 
+def test_items_that_cannot_be_read_are_replaced_by_the_next(wide: Path, tmp_path: Path) -> None:
+    for number in range(30):
+        if number < 22:
+            (wide / f"b{number:02}.png").write_bytes(b"broken")
+        else:
+            Image.new("RGB", (32, 32)).save(wide / f"b{number:02}.png")
+    lines: list[str] = []
+    show_data(wide, ["size=32", "validation=0"], tmp_path / "sheet.png", count=6, note=lines.append)
+    assert lines[-1].startswith("6 of 31 train items, ")
+    lines.clear()
+    show_data(wide, ["size=32", "validation=0"], tmp_path / "sheet.png", count=16, note=lines.append)
+    assert lines[-1].startswith("9 of 31 train items, ")
+    assert sum(line.startswith("cannot be read: b") for line in lines) == 16
+    assert "… and 6 more; kineo data check lists them all" in lines
+
+
 def test_refusals(wide: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the sheet is a picture"):
         show_data(wide, [], tmp_path / "sheet.mp4")

@@ -65,7 +65,7 @@ def test_a_missing_caption_of_test_is_refused_where_it_is_shown(tmp_path: Path, 
     train(tmp_path, train__sample_every=0, **keys)
 
 
-def test_an_unreadable_item_of_validation_is_left_out_and_listed(
+def test_an_unreadable_item_of_validation_is_replaced_and_listed(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = held_out("validation")[0]
@@ -73,7 +73,9 @@ def test_an_unreadable_item_of_validation_is_left_out_and_listed(
     lines: list[str] = []
     run = train(tmp_path, lines=lines, train__steps=1, train__validate_every=100)  # listed before it is validated
     count = len(held_out("validation"))
-    assert sum(f"1 of {count} validation items cannot be read and are left out" in line for line in lines) == 1
+    assert (
+        sum(f"1 of {count} validation items cannot be read and are replaced by others" in line for line in lines) == 1
+    )
     assert [json.loads(line)["path"] for line in (run / "skipped.jsonl").read_text().splitlines()] == [name]
     monkeypatch.setattr(startup_scan, "_decode_items", lambda *_: pytest.fail("decoded again"))
     train(tmp_path, train__validate_every=3)
