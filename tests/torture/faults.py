@@ -239,7 +239,7 @@ def nan_batch(place: Scenario) -> Outcome:
 def corrupt_media(place: Scenario) -> Outcome:
     from PIL import Image
 
-    out = Outcome("corrupt media", "is left out and listed; too many end the run")
+    out = Outcome("corrupt media", "is replaced and listed; too many end the run")
     media = place.folder / "media"
     media.mkdir()
     for i in range(20):
