@@ -29,7 +29,10 @@ def _one_thread() -> None:
     """Test workers share the cores. A test that trains may ask for more, and is told apart by doing so."""
     import torch
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    torch.set_num_threads(threads)
+    # A forked process loses torch's pool, and two threads that renew it at once fail now and then ("Invalid thread pool!").
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(threads))
 
 
 @pytest.fixture(scope="session", autouse=True)

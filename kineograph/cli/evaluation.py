@@ -60,7 +60,9 @@ def evaluate(
     moved: Annotated[list[str] | None, Argument(metavar="[data.folder=NEW]", help="Where the data lie now.")] = None,
     metrics: MetricNames = None,
     samples: Annotated[int | None, Option(min=1, help="How many samples to evaluate.", show_default="256")] = None,
-    split: Annotated[str | None, Option(help="validation, test, or train: what the model has seen.", show_default="validation")] = None,
+    split: Annotated[
+        str | None, Option(help="validation, test, or train: what the model has seen.", show_default="validation")
+    ] = None,
     prompts: Annotated[
         Path | None,
         Option(metavar="FILE", help="Draw and judge these prompts instead of held-out items (docs/sampling.md)."),

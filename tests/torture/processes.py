@@ -79,6 +79,7 @@ def limit_work() -> None:
     from kineograph.run.previews import Previews
 
     torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # see tests/conftest.py
     Previews.draw_curves = lambda self: None  # type: ignore[method-assign]
 
 
