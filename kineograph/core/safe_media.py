@@ -172,6 +172,8 @@ def open_video(file: Path | io.BytesIO, limits: MediaLimits) -> AbstractContextM
         raise Unreadable("", "no video stream in it (audio only?)")
     stream = container.streams.video[0]
     try:
+        if stream.codec_context is None:
+            raise Unreadable("", "a video of a codec that cannot be decoded: convert it")
         Meter(limits).check_size(stream.codec_context.width, stream.codec_context.height)
     except Unreadable:
         container.close()

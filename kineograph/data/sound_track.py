@@ -38,6 +38,8 @@ def _decode(path: Path, begin: float, count: int, rate: int, limits: MediaLimits
         if not container.streams.audio:
             raise Unreadable("", f"no sound track; {_REMEDY}")
         stream = container.streams.audio[0]
+        if stream.codec_context is None:
+            raise Unreadable("", f"its sound track is of a codec that cannot be decoded; {_REMEDY}")
         try:
             _fill(result, container, stream, begin, rate, Meter(limits))
         except av.FFmpegError as error:

@@ -54,6 +54,19 @@ def test_postscript_in_a_png_starts_no_program(tmp_path, monkeypatch):
     assert not started
 
 
+def test_a_codec_that_nothing_decodes_is_named(tmp_path):
+    path = write_video(tmp_path / "a.mp4", np.zeros((4, 16, 16, 3), np.uint8))
+    content = path.read_bytes()
+    assert content.count(b"avc1") > 0
+    path.write_bytes(content.replace(b"avc1", b"zzz1"))
+    with pytest.raises(Unreadable, match="a codec that cannot be decoded: convert it"):
+        decode(path)
+    with pytest.raises(Unreadable, match="a codec that cannot be decoded"):
+        probe_media(path, ".mp4", "a.mp4")
+    with pytest.raises(InputError, match="a codec that cannot be decoded"):
+        list(read_frames(path))
+
+
 def test_a_colon_in_a_file_name_is_part_of_the_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.move(write_video(tmp_path / "a.mp4", np.zeros((4, 16, 16, 3), np.uint8)), "10:30 lecture.mp4")

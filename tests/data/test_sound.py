@@ -111,6 +111,16 @@ def test_a_wav_beside_a_clip_is_its_sound(folder, tmp_path):
     assert sound.shape == (8, 1000) and read_pitch(sound, RATE) == pytest.approx(440, rel=0.01)
 
 
+def test_a_sound_track_that_nothing_decodes_is_named(folder, tmp_path):
+    content = next(folder.glob("*.mp4")).read_bytes()
+    assert content.count(b"mp4a") == 1
+    (tmp_path / "a.mp4").write_bytes(content.replace(b"mp4a", b"zzza").replace(b"esds", b"zzzs"))
+    (tmp_path / "a.txt").write_text("a 3")
+    source = open_folder(tmp_path)
+    with pytest.raises(Unreadable, match="its sound track is of a codec that cannot be decoded"):
+        source.read(0, numpy_rng(0))
+
+
 def test_a_sound_of_values_that_are_no_numbers_is_unreadable(tmp_path):
     """One would make the loss of its whole batch NaN."""
     write_clip(tmp_path / "a.mp4", torch.rand(10, 3, 32, 32), FPS)
