@@ -241,6 +241,8 @@ class Sampler:
 
         if request.count != 1 or request.size is not None or request.mask is not None:
             raise InputError("count, size and mask have no effect in a story: leave them out")
+        if request.overlap is not None and request.options.keys() & {"overlap", "sample.overlap"}:
+            raise InputError("sample.overlap is set twice, by --overlap too: leave one of them out")
         self.limits.check_continues("a story")
         if not takes_captions(self.task):
             raise InputError(
@@ -268,7 +270,11 @@ class Sampler:
 
     def _with_overlap(self, options: dict[str, Any], overlap: int) -> dict[str, Any]:
         has_overlap = self.options is not None and "overlap" in type(self.options).model_fields
-        return {**options, "overlap": overlap} if has_overlap else options
+        if not has_overlap:
+            return options
+        return {key: value for key, value in options.items() if key.removeprefix("sample.") != "overlap"} | {
+            "overlap": overlap
+        }
 
     # Checking ----------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,8 @@ def test_the_first_scene_is_what_sample_draws_and_others_have_noise_of_their_own
 def test_the_overlap_defaults_to_that_of_the_stage(sampler):
     assert sampler.story(SCENES).overlap == 3
     assert sampler.story(SCENES, options={"sample.overlap": 5}).overlap == 5
+    with pytest.raises(InputError, match=r"sample\.overlap is set twice, by --overlap too"):
+        sampler.story(SCENES, overlap=1, options={"sample.overlap": 5})
     story = sampler.story(SCENES, overlap=1)
     # Scenes longer than the trained length continue themselves by the same overlap.
     assert story.overlap == story.options.overlap == 1
