@@ -29,6 +29,8 @@ def _find_problem(tree: Tree) -> str | None:
         isinstance(stage, dict) and isinstance(stage.get("task"), str) for stage in stages.values()
     ):
         return "stages must map each name to the keys of a stage"
+    if not stages:
+        return "it has no stages"
     sections = {key: tree.get(key, {}) for key in ("data", "train", "sample", "evaluate")}
     numbers = {"seed": tree.get("seed", 0)}
     for name, stage in stages.items():

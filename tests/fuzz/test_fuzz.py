@@ -16,7 +16,14 @@ from tests.fuzz.__main__ import fuzz
 from tests.fuzz.harness import run_case
 from tests.fuzz.targets import TARGETS, warm_up
 
-FOUND = [("configs", 1, 17), ("runs", 2, 27), ("statistics", 1, 23), ("caches", 45, 2), ("prompts", 6, 40)]
+FOUND = [
+    ("configs", 1, 17),
+    ("runs", 2, 27),
+    ("statistics", 1, 23),
+    ("caches", 45, 2),
+    ("prompts", 6, 40),
+    ("pages", 4, 45),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
