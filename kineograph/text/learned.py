@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.core.device_copy import copy_to_device
+from kineograph.core.errors import InputError
 from kineograph.core.notes import Note
 from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import BuildContext
@@ -33,7 +34,10 @@ class Vocabulary:
         from tokenizers import Tokenizer
 
         self.text, self.length, self.note = text, length, note
-        self.tokenizer = Tokenizer.from_str(text)
+        try:
+            self.tokenizer = Tokenizer.from_str(text)
+        except Exception as error:  # the library raises no narrower one
+            raise InputError(f"the stored tokenizer of the captions is damaged: {error}") from None
         self.size: int = self.tokenizer.get_vocab_size()
         self._pieces = lru_cache(maxsize=1 << 16)(self._encode)  # of words: they recur, captions do not
         self._noted = False

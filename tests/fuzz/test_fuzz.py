@@ -23,6 +23,7 @@ FOUND = [
     ("caches", 45, 2),
     ("prompts", 6, 40),
     ("pages", 4, 45),
+    ("stored", 5, 55),
 ]
 
 
