@@ -103,6 +103,12 @@ def open_page(browser: Any, base: str, **options: Any) -> Iterator[Any]:
     assert problems == []
 
 
+def follow(page: Any, name: str) -> None:
+    """Click a link, and wait until the scripts of its page listen."""
+    with page.expect_navigation():
+        page.get_by_role("link", name=name).click()
+
+
 def expect(found: Any) -> Any:
     """Playwright's assertions, which wait for what a script of the page is about to do."""
     from playwright.sync_api import expect

@@ -15,7 +15,7 @@ import pytest
 
 from kineograph.studio.report import write_report
 from kineograph.studio.runs import make_id
-from tests.studio.conftest import expect, watch_page
+from tests.studio.conftest import expect, follow, watch_page
 from tests.studio.run_folders import PROMPTS, make_record, write_evaluation, write_metrics, write_run, write_samples
 
 pytestmark = pytest.mark.browser
@@ -49,7 +49,7 @@ def test_the_filter_key_works_from_a_tick_and_a_removed_run_says_so(page: Any, r
     page.keyboard.press("/")
     page.keyboard.type("doom")
     page.locator("tr[data-name=demo]").wait_for(state="hidden")
-    page.get_by_role("link", name="doomed").click()
+    follow(page, "doomed")
     page.locator(".chart canvas").first.wait_for()
     shutil.rmtree(runs / "doomed")
     page.get_by_text("This run has been removed.").wait_for()
@@ -60,7 +60,7 @@ def test_the_filter_key_works_from_a_tick_and_a_removed_run_says_so(page: Any, r
 def test_a_single_value_is_seen(page: Any, runs: Path) -> None:
     run = write_run(runs / "young")
     write_metrics(run, [make_record("generator", 1, 1.7)])
-    page.get_by_role("link", name="young").click()
+    follow(page, "young")
     page.wait_for_function("""() => {
       const canvas = document.querySelector('.chart canvas');
       if (!canvas) return false;
@@ -124,15 +124,15 @@ def test_samples_written_before_the_page_is_connected_are_announced(page: Any, r
 
 def test_other_parts_of_a_run_show(page: Any, runs: Path) -> None:
     write_evaluation(runs / "demo", caption_accuracy=0.98046875)
-    page.get_by_role("link", name="demo").click()
-    page.get_by_role("link", name="Evaluation").click()
+    follow(page, "demo")
+    follow(page, "Evaluation")
     page.get_by_text("0.9805").wait_for()
-    page.get_by_role("link", name="Config").click()
+    follow(page, "Config")
     page.locator("#key-filter").fill("generator lr")
     page.wait_for_function(
         "() => [...document.querySelectorAll('tbody tr')].filter(row => row.checkVisibility()).length === 1"
     )
-    page.get_by_role("link", name="Log").click()
+    follow(page, "Log")
     page.locator("#log").get_by_text("1.71 M parameters").wait_for()
     page.set_viewport_size({"width": 390, "height": 800})
     for tab in ("", "/wall", "/evaluation", "/config", "/log"):
@@ -143,9 +143,9 @@ def test_other_parts_of_a_run_show(page: Any, runs: Path) -> None:
 def test_a_whole_path_ends_with_a_drawing_that_repeats(page: Any, runs: Path) -> None:
     with tarfile.open(STORED / "phenaki.tar.xz") as archive:
         archive.extractall(runs, filter="data")
-    page.get_by_role("link", name="phenaki").click()
+    follow(page, "phenaki")
     page.locator(".chart canvas").first.wait_for()
-    page.get_by_role("link", name="Draw").click()
+    follow(page, "Draw")
     page.locator("textarea").fill("a 3 moves left")
     page.get_by_label("Steps").fill("2")
     page.get_by_role("button", name="Draw").click()
@@ -173,7 +173,7 @@ def test_pages_follow_a_run_while_it_trains(page: Any, runs: Path) -> None:
     try:
         page.locator("tr[data-name=live] .badge.running").wait_for(timeout=120_000)
         page.locator("tr[data-name=live] img").wait_for(timeout=120_000)
-        page.get_by_role("link", name="live").click()
+        follow(page, "live")
         step = page.locator("#head b + *, #head").first
         before = step.inner_text()
         page.locator(".chart canvas").first.wait_for(timeout=60_000)

@@ -17,7 +17,7 @@ import pytest
 from kineograph.core.run_folder import RunFolder
 from kineograph.studio import memory_plan
 from kineograph.studio.runs import make_id
-from tests.studio.conftest import TOKEN, expect, open_page, serve_pages
+from tests.studio.conftest import TOKEN, expect, follow, open_page, serve_pages
 from tests.studio.run_folders import write_dataset, write_evaluation, write_run
 from tests.studio.test_browser import STORED
 from tests.studio.test_plan_pages import STAGE
@@ -98,7 +98,7 @@ def test_text_of_a_run_stays_text(opened: Any, site: Site) -> None:
 
 
 def test_data_is_searched_and_filtered(opened: Any, site: Site) -> None:
-    opened.get_by_role("link", name="Data").click()
+    follow(opened, "Data")
     opened.locator(".item").nth(3).wait_for(timeout=60_000)
     opened.keyboard.press("/")
     opened.keyboard.type("red")
@@ -112,9 +112,7 @@ def test_data_is_searched_and_filtered(opened: Any, site: Site) -> None:
 
 
 def test_a_plan_follows_the_slider(opened: Any, site: Site) -> None:
-    opened.get_by_role("link", name="Plan").click()
-    opened.wait_for_url("**/plan")
-    opened.wait_for_load_state()
+    follow(opened, "Plan")
     opened.keyboard.press("/")
     opened.keyboard.type("muse tiny")
     opened.locator(".card:visible").click()

@@ -4,12 +4,14 @@
   const filter = document.getElementById("preset-filter");
   if (filter) {
     const cards = [...document.querySelectorAll(".card")];
-    filter.addEventListener("input", () => {
+    const show = () => {
       const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
       for (const card of cards) card.hidden = !words.every((word) => card.textContent.toLowerCase().includes(word));
       for (const family of document.querySelectorAll(".family")) family.hidden = !family.querySelector(".card:not([hidden])");
       document.getElementById("none-match").hidden = cards.some((card) => !card.hidden);
-    });
+    };
+    filter.addEventListener("input", show);
+    show();  // something may have been typed already
   }
 
   const slider = document.getElementById("memory");

@@ -32,10 +32,12 @@
   const keys = document.getElementById("key-filter");
   if (keys) {
     const rows = keys.closest("section").querySelectorAll("tbody tr");
-    keys.addEventListener("input", () => {
+    const show = () => {
       const words = keys.value.toLowerCase().split(/\s+/).filter(Boolean);
       for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
-    });
+    };
+    keys.addEventListener("input", show);
+    show();  // something may have been typed already
   }
 
   const log = document.getElementById("log");
