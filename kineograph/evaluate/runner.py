@@ -369,7 +369,7 @@ def _report_skipped(evaluation: Evaluation, chosen: dict[str, Any], reasons: Rea
         why = "; ".join(dict.fromkeys(map(str, reasons[name])))
         if named:
             evaluation.missing.append(name)
-            why = why or _name_missing(metric.needs, evaluation)
+            why = why or _name_missing(metric.needs)
         if why:
             lines.setdefault(why, []).append(name)
     if named and not computed:
@@ -380,7 +380,7 @@ def _report_skipped(evaluation: Evaluation, chosen: dict[str, Any], reasons: Rea
     evaluation.skipped += [f"skipped {', '.join(names)}: {why}" for why, names in lines.items()]
 
 
-def _name_missing(needs: frozenset[Kind], evaluation: Evaluation) -> str:
+def _name_missing(needs: frozenset[Kind]) -> str:
     kinds = ", ".join(KIND_NAMES[kind] for kind in sorted(needs))
     hint = "; reconstruction, rfid and codebook judge a tokenizer alone" if "generated" in needs else ""
     return f"it needs {kinds}, and no trained stage of this run has them all{hint}"
